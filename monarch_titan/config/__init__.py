@@ -1,0 +1,1 @@
+"""The project's own configuration sections and the loader that reads them from TOML."""

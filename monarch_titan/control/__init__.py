@@ -1,0 +1,1 @@
+"""Decisions about replicas: launch, restart, hold, stop. Standard library only."""
