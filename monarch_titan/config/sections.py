@@ -1,4 +1,4 @@
-"""The ``[monarch]`` and ``[fault_tolerance]`` sections.
+"""The ``[torchtitan]``, ``[fault_tolerance]`` and ``[monarch]`` sections.
 
 Plain dataclasses, so that the controller and the views read them without loading torch. Every field can be set in
 TOML, as ``section.field=value`` on the command line of ``monarch-titan``, and as ``--section.field value`` on
@@ -11,6 +11,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from monarch_titan.control.recovery import RecoveryPolicy
+
+
+@dataclass(kw_only=True, slots=True)
+class Base:
+    """The configuration that everything else is laid over."""
+
+    module: str = ""
+    """TorchTitan's ``--module``: a model's short name, such as ``llama3``, or any importable package."""
+
+    config: str = ""
+    """TorchTitan's ``--config``: the function there that returns the configuration."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -244,13 +244,6 @@ class OuterStepCommitted(Report):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerFailed(Report):
-    """An exception ended this rank's training loop."""
-
-    cause: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerFinished(Report):
     """This rank has trained all its steps and is held until the others have too."""
 

@@ -1,0 +1,1 @@
+"""Monarch actors: thin, they translate calls and faults. Nothing here loads torch before a trainer trains."""

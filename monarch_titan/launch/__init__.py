@@ -1,0 +1,1 @@
+"""One file a scheduler: where the hosts of a replica come from."""

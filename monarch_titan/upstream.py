@@ -1,0 +1,164 @@
+"""The only place that touches private or version-pinned APIs of the libraries underneath.
+
+Each function says why it is here and until when. ``tests/integration/test_upstream.py`` holds a contract test for each that
+fails when it is no longer needed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torchft
+
+MONARCH_ENVIRONMENT = {
+    # How often Monarch asks whether its processes live. 10 s by default: most of a recovery would be waiting.
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
+    # How long a process may take to answer that question. The poll alone is not enough where one process owns the
+    # mesh and another its actors: with the default of 5 s a SIGKILL is seen after 5 s, with 1 s after 0.1 to 0.4 s.
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "1s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "1s",
+    # How long a process that is told to stop may take before it is killed. 10 s by default.
+    "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "2s",
+}
+
+
+def set_monarch_environment() -> None:
+    """Set Monarch's supervision knobs, unless the user has.
+
+    Monarch 0.7 reads them once, when it is imported, and children inherit them: call this before the first import.
+    """
+    if "monarch" in sys.modules:
+        return
+    for name, value in MONARCH_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def monarch_bootstrap_main() -> None:
+    """Run the main function of a Monarch process in this process.
+
+    Monarch 0.7 starts its processes with ``python -m``; the fork server needs the same function without a new
+    interpreter, and Monarch has no public name for it.
+    """
+    from monarch._src.actor.bootstrap_main import invoke_main
+
+    invoke_main()
+
+
+class _CpuDevice(types.ModuleType):
+    """``torch.cpu`` with the calls that TorchTitan makes on ``torch.cuda``."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch.cpu, name)
+
+    def get_device_name(self, device: object = None) -> str:
+        return "CPU"
+
+    def get_device_properties(self, device: object = None) -> types.SimpleNamespace:
+        import psutil
+
+        return types.SimpleNamespace(total_memory=psutil.virtual_memory().total, name="CPU")
+
+    def memory_stats(self, device: object = None) -> dict[str, int]:
+        import psutil
+
+        resident = psutil.Process().memory_info().rss
+        return {
+            "active_bytes.all.peak": resident,
+            "reserved_bytes.all.peak": resident,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        return
+
+    def empty_cache(self) -> None:
+        return
+
+    def set_device(self, device: object) -> None:
+        return
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def accelerator() -> str | None:
+    """The accelerator's device type as torch names it (``cuda`` also for ROCm), or None on a CPU machine."""
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None else None
+
+
+def install_cpu_device() -> None:
+    """Make TorchTitan use the CPU where there is no accelerator.
+
+    TorchTitan 0.3 decides its device at import, knows accelerators only, and its other modules copy the names: call
+    this before any other module of it is imported. torch 2.13 also lacks ``torch.distributed.set_timeout``, which
+    TorchTitan calls; 2.14 has it.
+    """
+    import torch.distributed as dist
+
+    if accelerator() is not None:
+        return
+    if not hasattr(dist, "set_timeout"):
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        def set_timeout(timeout: timedelta, group: Any = None) -> None:
+            _set_pg_timeout(timeout, group)
+
+        dist.set_timeout = set_timeout  # type: ignore[attr-defined]
+    if "torchtitan.trainer" in sys.modules:
+        return  # too late to train here; a process that only launches replicas does not need it
+    import torchtitan.tools.utils as tools
+
+    if tools.device_type != "cpu":
+        tools.device_type, tools.device_module = "cpu", _CpuDevice("monarch_titan_cpu")
+
+
+def spmd_backend_needs_dtensor() -> bool:
+    """True where TorchTitan's default SPMD backend cannot shard: ``spmd_types`` needs torch 2.14."""
+    import torch
+    from packaging.version import Version
+
+    return Version(torch.__version__) < Version("2.14.0.dev0")
+
+
+class QuorumClient:
+    """TorchFT's quorum client with quorum ids that stay unique when the lighthouse is restarted.
+
+    The lighthouse of TorchFT 0.2 counts quorums from 1 after each start, and managers reconfigure their process
+    group only when the id changes, under a store prefix made of the id: after a restart an old group could pass for
+    the new one. The controller announces each restart (``lighthouse_attempt``) before the new lighthouse exists, so
+    that all ranks of all replicas shift the ids of the same quorum by the same amount.
+    """
+
+    IDS_PER_LIGHTHOUSE = 1_000_000
+
+    def __init__(self, manager: torchft.Manager, lighthouse_attempt: int) -> None:
+        self.lighthouse_attempt = lighthouse_attempt
+        self.quorum_id = 0
+        self.heal = False
+        self._client = manager._client
+        manager._client = self  # type: ignore[assignment]
+
+    def _quorum(self, **request: Any) -> types.SimpleNamespace:
+        result = self._client._quorum(**request)
+        names = [name for name in dir(result) if not name.startswith("_")]
+        quorum = types.SimpleNamespace(**{name: getattr(result, name) for name in names})
+        quorum.quorum_id += self.lighthouse_attempt * self.IDS_PER_LIGHTHOUSE
+        self.quorum_id, self.heal = quorum.quorum_id, quorum.heal
+        return quorum
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
