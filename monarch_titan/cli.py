@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from monarch_titan.training.trainer import MonarchTrainer
 
 PROGRAM = "monarch-titan"
-OVERRIDES = "laid over the configuration: training.steps=100 compile.components=[model,loss] lr_scheduler.decay_ratio=null"
+OVERRIDES = "laid over the file: training.steps=100 compile.components=[model,loss] lr_scheduler.decay_ratio=null"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, such as configs/local.toml")
     verb.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=OVERRIDES)
     verb = _add(verbs, demo)
-    verb.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=OVERRIDES)
+    verb.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="as for train")
     verb = _add(verbs, report)
     verb.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the dump_folder of a run")
     return parser

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
 import signal
-from pathlib import Path
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 from monarch.actor import Actor, Channel, MeshFailure, ProcMesh, concurrent_endpoint
@@ -14,8 +17,8 @@ from monarch_titan.actors.trainer import TrainerActor, TrainerLaunch
 from monarch_titan.control.controller import Failure
 from monarch_titan.control.events import ReplicaStarted
 
-# When a rank's process dies, the others fail first, with a broken connection. Wait this long for the real cause.
-CAUSE_SECONDS = 1.0
+# How long to wait for a better explanation of a failure than the first one.
+CAUSE_SECONDS = 0.7
 
 
 class ReplicaActor(Actor):
@@ -30,9 +33,12 @@ class ReplicaActor(Actor):
     def __init__(self, mesh: ProcMesh, launch: TrainerLaunch, port: Channel) -> None:
         self.mesh, self.launch, self.port = mesh, launch, port
         self.trainers: Any = None
-        self.pids: dict[int, int] = {}
         self.process_died = asyncio.Event()
+        self.dead_ranks: list[int] = []
+        """Ranks of this host whose process is gone, in order."""
         self.reports: list[str] = []
+        """What Monarch said of dead processes."""
+        self.explained = asyncio.Event()
 
     def __supervise__(self, failure: MeshFailure) -> bool:
         """Called by Monarch when a trainer's process is gone. True: handled, do not propagate."""
@@ -42,16 +48,22 @@ class ReplicaActor(Actor):
     def _note(self, report: str) -> None:
         self.reports.append(report)
         self.process_died.set()
+        if _cause(report) is not None:
+            self.explained.set()
 
     @concurrent_endpoint
     async def run(self) -> Failure | None:
         """Train on all ranks; None once all were released, or what went wrong first."""
         self.trainers = self.mesh.spawn("trainer", TrainerActor, self.launch, self.port)
-        pids = await self.trainers.pid.call()
-        self.pids = {point.rank: pid for point, pid in pids.items()}
-        self.port.send(ReplicaStarted(replica=self.launch.replica, attempt=self.launch.attempt, pids=self.pids))
+        processes = {point.rank: process for point, process in (await self.trainers.process.call()).items()}
+        pids = {rank: pid for rank, (_, pid) in processes.items()}
+        self.port.send(ReplicaStarted(replica=self.launch.replica, attempt=self.launch.attempt, pids=pids))
+        with self._watched({rank: pid for rank, (host, pid) in processes.items() if host == socket.gethostname()}):
+            return await self._train_all(list(processes))
+
+    async def _train_all(self, ranks: list[int]) -> Failure | None:
         died = asyncio.create_task(self.process_died.wait())
-        trains = {asyncio.create_task(self._train(rank)): rank for rank in self.pids}
+        trains = {asyncio.create_task(self._train(rank)): rank for rank in ranks}
         pending: set[asyncio.Task[Any]] = {died, *trains}
         while pending != {died}:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -68,18 +80,41 @@ class ReplicaActor(Actor):
             self._note(str(error))
             return "its process died"
 
+    @contextlib.contextmanager
+    def _watched(self, pids: dict[int, int]) -> Iterator[None]:
+        """Notice at once when a process of this host ends; Monarch's supervision takes 0.1 to 2 s."""
+        loop, descriptors = asyncio.get_running_loop(), []
+
+        def ended(rank: int, descriptor: int) -> None:
+            loop.remove_reader(descriptor)
+            self.dead_ranks.append(rank)
+            self.process_died.set()
+
+        for rank, pid in pids.items():
+            try:
+                descriptors.append(descriptor := os.pidfd_open(pid))
+            except ProcessLookupError:
+                self.dead_ranks.append(rank)
+                self.process_died.set()
+            else:
+                loop.add_reader(descriptor, ended, rank, descriptor)
+        try:
+            yield
+        finally:
+            for descriptor in descriptors:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+
     async def _failure(self, rank: int | None, cause: str | None) -> Failure:
         """The root of a failure: a process that died, or else the exception of the first rank that reported one."""
-        if not self.process_died.is_set():
-            try:
-                await asyncio.wait_for(self.process_died.wait(), CAUSE_SECONDS)
-            except TimeoutError:
-                return self._made(rank, cause)
-        dead_rank, dead_cause = _read(self.reports)
-        if dead_rank is None:
-            dead = [rank for rank, pid in self.pids.items() if not _alive(pid)]
-            dead_rank = dead[0] if len(dead) == 1 else None
-        return self._made(dead_rank, dead_cause)
+        # When a process dies, the other ranks may be the first to fail, with a broken connection.
+        if not await _within(CAUSE_SECONDS, self.process_died):
+            return self._made(rank, cause)
+        await _within(CAUSE_SECONDS, self.explained)
+        named = [rank for report in self.reports if (rank := _rank(report)) is not None]
+        causes = [cause for report in self.reports if (cause := _cause(report)) is not None]
+        dead = [*self.dead_ranks, *named]
+        return self._made(dead[0] if dead else None, causes[0] if causes else None)
 
     def _made(self, rank: int | None, cause: str | None) -> Failure:
         log = self.launch.log(0 if rank is None else rank)
@@ -99,24 +134,28 @@ class ReplicaActor(Actor):
             await self.trainers.announce_lighthouse.call(attempt)
 
 
-def _read(reports: list[str]) -> tuple[int | None, str]:
-    """Rank and cause out of Monarch 0.7's reports on a dead process; it has no structured form of them."""
-    text = "\n".join(reports)
-    rank = re.search(r"\{'gpus': (\d+)/\d+\}", text)
-    if killed := re.search(r"Killed\(sig=(\d+)\)", text):
-        cause = f"killed by {signal.Signals(int(killed[1])).name}"
-    elif stopped := re.search(r"Stopped\(exit_code=(\d+)\)", text):
-        cause = f"its process exited with code {stopped[1]}"
-    elif "process exited cleanly" in text:
-        cause = "its process exited with code 0"
-    else:
-        cause = "its process died"
-    return int(rank[1]) if rank else None, cause
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process of this host runs; a zombie does not."""
+async def _within(seconds: float, event: asyncio.Event) -> bool:
+    """Whether the event happens in time."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
         return False
+    return True
+
+
+# Monarch 0.7 reports a dead process as text only.
+
+
+def _rank(report: str) -> int | None:
+    """The rank that a report names, if any."""
+    found = re.search(r"\{'gpus': (\d+)/\d+\}", report)
+    return int(found[1]) if found else None
+
+
+def _cause(report: str) -> str | None:
+    """How the process ended, if the report knows."""
+    if killed := re.search(r"Killed\(sig=(\d+)\)", report):
+        return f"killed by {signal.Signals(int(killed[1])).name}"
+    if stopped := re.search(r"Stopped\(exit_code=(\d+)\)", report):
+        return f"its process exited with code {stopped[1]}"
+    return "its process exited with code 0" if "process exited cleanly" in report else None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import pickle
+import socket
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,8 +54,9 @@ class TrainerActor(Actor):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     @concurrent_endpoint
-    async def pid(self) -> int:
-        return os.getpid()
+    async def process(self) -> tuple[str, int]:
+        """Host name and process id."""
+        return socket.gethostname(), os.getpid()
 
     @concurrent_endpoint
     async def train(self) -> str | None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from monarch_titan.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torchtitan.distributed import ParallelDims
+
     from monarch_titan.training.trainer import MonarchTrainer
 
 
@@ -23,8 +25,8 @@ def check(config: MonarchTrainer.Config) -> None:
     Creates ``dump_folder``, as the run would: whether it can be is found by doing it.
     """
     _check_monarch(config)
-    _check_fault_tolerance(config)
     _check_training(config)
+    _check_fault_tolerance(config)
     _check_parallelism(config)
     _check_files(config)
 
@@ -97,7 +99,7 @@ def _check_parallelism(config: MonarchTrainer.Config) -> None:
     """TorchTitan's rules for one replica, whose ranks are a world of their own."""
     from torchtitan.distributed import ParallelDims
 
-    degrees, monarch, training = config.parallelism, config.monarch, config.training
+    degrees, monarch = config.parallelism, config.monarch
     path, world = "parallelism", config.monarch.ranks_per_replica
     names = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
     _at_least(1, degrees, path, *(f"{name}_degree" for name in names))
@@ -121,8 +123,13 @@ def _check_parallelism(config: MonarchTrainer.Config) -> None:
     rule = f"divide the ranks that share a pipeline stage's weights, dp_shard * cp * tp = {inner}"
     _require(inner % dims.ep == 0, f"{path}.expert_parallel_degree", rule, dims.ep)
 
-    divisor = (dims.tp if degrees.enable_sequence_parallel else 1) * (2 * dims.cp if dims.cp > 1 else 1)
-    rule = f"be divisible by {divisor} for {path}.tensor_parallel_degree ({dims.tp}) and context_parallel ({dims.cp})"
+    _check_shapes(config, dims)
+
+
+def _check_shapes(config: MonarchTrainer.Config, dims: ParallelDims) -> None:
+    training, sequence_parallel = config.training, config.parallelism.enable_sequence_parallel
+    divisor = (dims.tp if sequence_parallel else 1) * (2 * dims.cp if dims.cp > 1 else 1)
+    rule = f"be divisible by {divisor} for tensor_parallel_degree ({dims.tp}) and context_parallel_degree ({dims.cp})"
     _require(training.seq_len % divisor == 0, "training.seq_len", rule, training.seq_len)
     batch, ranks = training.local_batch_size, dims.dp_replicate * dims.dp_shard
     rule = f"be -1 or a multiple of training.local_batch_size ({batch}) * data-parallel ranks in a replica ({ranks})"
@@ -155,13 +162,16 @@ def _check_dataset(option: str, path: str | None) -> None:
     except ConfigError as error:
         raise ConfigError(str(error).replace("dataloader.", f"{option}.", 1)) from error
     except OSError as error:
-        raise ConfigError(f"{option}.dataset_path must be readable, got {error.filename!r}: {error.strerror}.") from error
+        value = f"{error.filename!r}: {error.strerror}"
+        raise ConfigError(f"{option}.dataset_path must be readable, got {value}.") from error
 
 
 def _check_dump_folder(folder: str) -> None:
+    _require(bool(folder.strip()), "dump_folder", "name a folder", folder)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"dump_folder must be a folder that can be written, got {folder!r}: {error.strerror}.") from error
+        value = f"{folder!r}: {error.strerror}"
+        raise ConfigError(f"dump_folder must be a folder that can be written, got {value}.") from error

@@ -6,6 +6,7 @@ checked before it is imported, which takes seconds.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -14,7 +15,7 @@ import os
 import pkgutil
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -46,9 +47,7 @@ def load(path: str | os.PathLike[str], *overrides: str) -> MonarchTrainer.Config
     given = read(path)
     for override in overrides:
         given = merge(given, parse_override(override))
-    for name, section in SECTIONS.items():
-        if name in given.value:
-            lay(_table(given, name, section), given.value[name], name)
+    _check_own_sections(given)
     base = lay(Base(), given.value["torchtitan"], "torchtitan") if "torchtitan" in given.value else Base()
     if not (base.module and base.config):
         raise ConfigError(
@@ -57,18 +56,29 @@ def load(path: str | os.PathLike[str], *overrides: str) -> MonarchTrainer.Config
         )
     from monarch_titan.training.trainer import MonarchTrainer
 
-    try:
-        config = as_monarch(base_config(base), MonarchTrainer.Config)
-    except ConfigError as error:
-        raise ConfigError(f"{' and '.join(given.value['torchtitan'].sources())}: {error}") from error
+    chosen = given.value["torchtitan"].value
+    with _blamed_on(chosen["module"]):
+        registry = _registry(base.module)
+    with _blamed_on(chosen["config"]):
+        config = as_monarch(_configuration(registry, base.config), MonarchTrainer.Config)
     return lay(config, given)
 
 
-def _table(given: Given, name: str, section: type) -> Any:
-    item = given.value[name]
-    if not isinstance(item.value, dict):
-        raise ConfigError(f"{item.where}: {name} must be a table, got {item.plain()!r}.")
-    return section()
+def _check_own_sections(given: Given) -> None:
+    for name, section in SECTIONS.items():
+        item = given.value.get(name)
+        if item is not None and not isinstance(item.value, dict):
+            raise ConfigError(f"{item.where}: {name} must be a table, got {item.plain()!r}.")
+        if item is not None:
+            lay(section(), item, name)
+
+
+@contextlib.contextmanager
+def _blamed_on(given: Given) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{given.where}: {error}") from error
 
 
 # The file and the command line ---------------------------------------------------------------------------------------
@@ -132,7 +142,8 @@ def parse_override(override: str) -> Given:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise ConfigError(f"""{wrong} cannot be read; write {key}='"..."' for a text with special characters.""") from error
+        hint = f"""quote a text with special characters, as in '{key}="{text}"'"""
+        raise ConfigError(f"{wrong} cannot be read ({error}); {hint}.") from error
     if parsed.type is not OverrideType.CHANGE or parsed.is_sweep_override():
         raise ConfigError(f"{wrong} is a sweep, and this is one run; for a list write {key}=[a,b].")
     given = _give_argument(parsed.value(), text)
@@ -157,15 +168,7 @@ def base_config(base: Base) -> Any:
 
     Raises ConfigError if there is no such module or function, or if it needs a package that is not installed.
     """
-    registry = _registry(base.module)
-    functions = {name: found for name, found in vars(registry).items() if _makes_config(found)}
-    if base.config not in functions:
-        hint = _nearest(base.config, functions)
-        raise ConfigError(f"torchtitan.config: {registry.__name__} has no function {base.config!r}{hint}")
-    try:
-        return functions[base.config]()
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"torchtitan.config: {base.config} cannot be used here: {error}") from error
+    return _configuration(_registry(base.module), base.config)
 
 
 def as_monarch(config: Any, cls: type[MonarchTrainer.Config]) -> MonarchTrainer.Config:
@@ -201,6 +204,16 @@ def _registry(module: str) -> ModuleType:
     raise ConfigError(f"torchtitan.module: there is no module {module!r} on the Python path{hint}")
 
 
+def _configuration(registry: ModuleType, name: str) -> Any:
+    functions = {name: found for name, found in vars(registry).items() if _makes_config(found)}
+    if name not in functions:
+        raise ConfigError(f"torchtitan.config: {registry.__name__} has no function {name!r}{_nearest(name, functions)}")
+    try:
+        return functions[name]()
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"torchtitan.config: {name} cannot be used here: {error}") from error
+
+
 def _makes_config(found: Any) -> bool:
     """Whether something in a registry looks like a configuration function: one that can be called without arguments."""
     if not inspect.isroutine(found) or found.__name__.startswith("_"):
@@ -210,5 +223,5 @@ def _makes_config(found: Any) -> bool:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-    return f"; did you mean {' or '.join(near)}?" if near else "."
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(sorted(names))}."

@@ -105,7 +105,7 @@ def lay(config: T, given: Given, option: str = "") -> T:
 
 
 def expressible(hint: Any) -> bool:
-    """Whether TOML can hold values of a type. Code, such as a callable or the model, stays with the base configuration."""
+    """Whether TOML can hold values of a type; it cannot hold code, such as a callable or the model."""
     for kind in _kinds(hint)[0]:
         if kind is Any or kind in SCALARS or typing.get_origin(kind) in (Literal, list, tuple, dict):
             return True
@@ -124,20 +124,20 @@ def _rebuild(make: typing.Callable[..., T], values: dict[str, Any], given: Given
 
 def _convert(given: Given, hint: Any, current: Any, option: str) -> Any:
     """The value for a field of type ``hint`` that holds ``current``."""
-    kinds, optional = _kinds(hint)
-    if optional and given.value in (None, "null"):
+    if _kinds(hint)[1] and given.value in (None, "null"):
         return None
     if not expressible(hint):
         raise ConfigError(f"{given.where}: {option} is code and cannot be set here; it comes from torchtitan.config.")
     match given.value:
         case dict():
-            return _table(given, kinds, current, option)
+            return _table(given, hint, current, option)
         case list():
-            return _list(given, kinds, option)
-    return _scalar(given, kinds, option)
+            return _list(given, hint, option)
+    return _scalar(given, hint, option)
 
 
-def _table(given: Given, kinds: list[Any], current: Any, option: str) -> Any:
+def _table(given: Given, hint: Any, current: Any, option: str) -> Any:
+    kinds, _ = _kinds(hint)
     # The value that is there says which of several dataclasses is meant: fields are typed with a base class.
     if dataclasses.is_dataclass(current):
         return lay(current, given, option)
@@ -149,12 +149,13 @@ def _table(given: Given, kinds: list[Any], current: Any, option: str) -> Any:
             return given.plain()
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if origin is dict:
-            old = current or {}
-            items = given.value.items()
-            return {**old, **{key: _convert(item, arguments[1], old.get(key), f"{option}.{key}") for key, item in items}}
+            result = dict(current or {})
+            for key, item in given.value.items():
+                result[key] = _convert(item, arguments[1], result.get(key), f"{option}.{key}")
+            return result
         if origin is list and isinstance(current, list):
             return _items_of(given, arguments[0], current, option)
-    raise _wrong(given, kinds, option)
+    raise _wrong(given, hint, option)
 
 
 def _items_of(given: Given, kind: Any, current: list[Any], option: str) -> list[Any]:
@@ -179,8 +180,8 @@ def _create(cls: type[T], given: Given, option: str) -> T:
     return _rebuild(cls, values, given, option)
 
 
-def _list(given: Given, kinds: list[Any], option: str) -> Any:
-    for kind in kinds:
+def _list(given: Given, hint: Any, option: str) -> Any:
+    for kind in _kinds(hint)[0]:
         if kind is Any:
             return given.plain()
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -189,12 +190,12 @@ def _list(given: Given, kinds: list[Any], option: str) -> Any:
         if origin in (list, tuple):
             each = arguments * len(given.value) if origin is list else arguments
             pairs = enumerate(zip(given.value, each, strict=True))
-            return origin(_convert(item, hint, None, f"{option}.{index}") for index, (item, hint) in pairs)
-    raise _wrong(given, kinds, option)
+            return origin(_convert(item, item_hint, None, f"{option}.{index}") for index, (item, item_hint) in pairs)
+    raise _wrong(given, hint, option)
 
 
-def _scalar(given: Given, kinds: list[Any], option: str) -> Any:
-    value = given.value
+def _scalar(given: Given, hint: Any, option: str) -> Any:
+    value, (kinds, _) = given.value, _kinds(hint)
     for kind in kinds:
         if kind is Any:
             return given.plain()
@@ -206,7 +207,7 @@ def _scalar(given: Given, kinds: list[Any], option: str) -> Any:
         return float(value)
     if given.text is not None and str in kinds:
         return given.text
-    raise _wrong(given, kinds, option)
+    raise _wrong(given, hint, option)
 
 
 def _alike(new: Any, old: Any) -> Any:
@@ -224,13 +225,21 @@ def _alike(new: Any, old: Any) -> Any:
     return new
 
 
-def _wrong(given: Given, kinds: list[Any], option: str) -> ConfigError:
+def _wrong(given: Given, hint: Any, option: str) -> ConfigError:
     shown = textwrap.shorten(json.dumps(given.plain(), ensure_ascii=False, default=str), 80, placeholder=" ...")
-    return ConfigError(f"{given.where}: {option} must be {' or '.join(map(_rule, kinds))}, got {shown}.")
+    return ConfigError(f"{given.where}: {option} must be {_rule(hint)}, got {shown}.")
 
 
-def _rule(kind: Any) -> str:
+def _rule(hint: Any) -> str:
     """What a type asks for, in words."""
+    kinds, optional = _kinds(hint)
+    if float in kinds:
+        kinds = [kind for kind in kinds if kind is not int]
+    rules = list(dict.fromkeys(map(_rule_of_kind, kinds)))
+    return " or ".join(rules + ['"null"'] * optional)
+
+
+def _rule_of_kind(kind: Any) -> str:
     if kind in SCALARS:
         return SCALARS[kind]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -238,10 +247,8 @@ def _rule(kind: Any) -> str:
         choices = [json.dumps(choice) for choice in arguments]
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if origin is list:
-        return f"a list whose items are each {' or '.join(map(_rule, _kinds(arguments[0])[0]))}"
-    if origin is tuple:
-        return f"a list of {len(arguments)} items"
-    return "a table"
+        return f"a list whose items are each {_rule(arguments[0])}"
+    return f"a list of {len(arguments)} items" if origin is tuple else "a table"
 
 
 def _kinds(hint: Any) -> tuple[list[Any], bool]:
@@ -272,7 +279,7 @@ def _unknown(config: Any, name: str, option: str) -> str:
     """The message about a key that is no field, with the nearest that is one."""
     prefix = f"{option}." if option else ""
     if reason := DERIVED.get(prefix + name):
-        return f"{prefix}{name} is derived by the controller ({reason}) and cannot be set; set monarch.num_replicas."
+        return f"{prefix}{name} is derived by the controller ({reason}) and cannot be set; use monarch.num_replicas."
     near = difflib.get_close_matches(name, _names(config), n=1)
     # Else the right name in the wrong table.
     near = near or [path for path in _paths(config) if path.rpartition(".")[2] == name]
@@ -281,7 +288,13 @@ def _unknown(config: Any, name: str, option: str) -> str:
 
 
 def _paths(config: Any) -> Iterator[str]:
-    for name in _names(config):
+    """All options below a dataclass, a list or a dictionary."""
+    if dataclasses.is_dataclass(config):
+        items = {name: getattr(config, name, None) for name in _names(config)}
+    elif isinstance(config, list):
+        items = {str(index): item for index, item in enumerate(config)}
+    else:
+        items = config if isinstance(config, dict) else {}
+    for name, value in items.items():
         yield name
-        if dataclasses.is_dataclass(value := getattr(config, name, None)):
-            yield from (f"{name}.{path}" for path in _paths(value))
+        yield from (f"{name}.{path}" for path in _paths(value))

@@ -11,10 +11,7 @@ import tomlkit
 from monarch_titan.config.loader import as_monarch, base_config
 from monarch_titan.config.overlay import expressible
 
-NO_BASE = (
-    "This configuration was made in Python. Its values are shown here, but the function that it started from is not known: "
-    "name it in [torchtitan] to train this file."
-)
+NO_BASE = "Made in Python: to train this file, name the configuration function that it started from in [torchtitan]."
 
 
 def to_toml(config: Any) -> str:

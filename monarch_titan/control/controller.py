@@ -197,19 +197,13 @@ class Controller:
 
     async def _supervise(self, member: _Member) -> None:
         """Run one replica to its end, relaunching it as the policy allows."""
-        action = Action.START
-        while action is not Action.GIVE_UP:
-            failure = await self._attempt(member, action)
-            if failure is None or self._released:
-                return
-            member.failures += 1
-            action = self._policy.next(member.failures)
-            self._failed(member, failure, action)
+        action: Action | None = Action.START
+        while (action := await self._attempt(member, action)) not in (None, Action.GIVE_UP):
             await asyncio.sleep(self._policy.delay(member.failures))
             member.attempt += 1
 
-    async def _attempt(self, member: _Member, action: Action) -> Failure | None:
-        """One life of a replica, from its launch until nothing is left of it."""
+    async def _attempt(self, member: _Member, action: Action) -> Action | None:
+        """One life of a replica, from its launch until nothing is left of it; what to do next, None when it is done."""
         launch = Launch(
             replica=member.replica_id,
             attempt=member.attempt,
@@ -217,20 +211,27 @@ class Controller:
             positions=self._ledger.positions(member.replica_id),
             lighthouse_attempt=self._lighthouse_attempt,
         )
+        replica, failure = None, None
         try:
-            member.replica = await self._launch(launch)
             try:
+                replica = member.replica = await self._launch(launch)
                 if launch.lighthouse_attempt != self._lighthouse_attempt:
-                    await member.replica.announce_lighthouse(self._lighthouse_attempt)
-                return await member.replica.run()
-            finally:
-                replica, member.replica = member.replica, None
+                    await replica.announce_lighthouse(self._lighthouse_attempt)
+                failure = await replica.run()
+            except Exception as error:
+                failure = Failure(cause=f"{type(error).__name__}: {error}".splitlines()[0])
+            if failure is None or self._released:
+                return None
+            return self._failed(member, failure)
+        finally:
+            member.replica = None
+            if replica is not None:
                 await replica.stop()
-        except Exception as error:
-            return Failure(cause=f"{type(error).__name__}: {error}".splitlines()[0])
 
-    def _failed(self, member: _Member, failure: Failure, action: Action) -> None:
-        """Account for a failure: the run may end with it."""
+    def _failed(self, member: _Member, failure: Failure) -> Action:
+        """Account for a failure and decide what follows: the run may end with it."""
+        member.failures += 1
+        action = self._policy.next(member.failures)
         member.asking.clear()
         member.finished.clear()
         member.has_state = False
@@ -263,6 +264,7 @@ class Controller:
                 f"the last failure: {where}: {failure.cause}"
             )
         self._changed.set()
+        return action
 
     # The end of the run --------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ TorchTitan's language models know only attention kernels for GPUs. Its own overr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,8 @@ class SdpaAttention(FlexAttention):
     class Config(FlexAttention.Config):
         pass
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._block_mask: BlockMask | None = None
-        self._mask: torch.Tensor | None = None
+    # All layers of a step are given the same mask object: one dense copy serves them all.
+    _shared: ClassVar[tuple[BlockMask | None, torch.Tensor | None]] = (None, None)
 
     def forward(
         self,
@@ -58,12 +56,11 @@ class SdpaAttention(FlexAttention):
         if given := [name for name, value in unsupported.items() if value is not None]:
             raise NotImplementedError(f"attention on CPU does not support {', '.join(given)}.")
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        if self._block_mask is not attention_masks:  # all layers of a step share one mask
-            self._block_mask = attention_masks
-            self._mask = create_mask(
-                attention_masks.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device=q.device.type
-            )
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale, enable_gqa=enable_gqa)
+        block_mask, mask = SdpaAttention._shared
+        if block_mask is not attention_masks:
+            mask = create_mask(attention_masks.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device=q.device.type)
+            SdpaAttention._shared = (attention_masks, mask)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
         return out.transpose(1, 2)
 
 

@@ -81,6 +81,7 @@ class ReplicaManager(torchft.Manager):
         """Whether the next quorum is useless to us unless a peer gives us its state."""
         self.healed = False
         """Whether the last quorum replaced our state by a peer's."""
+        self._replicas_needed = monarch.live_replicas_needed
         self._quorum_timeout_seconds = monarch.quorum_timeout_seconds
         self._commit_retries = monarch.recovery.commit_retries
         self._failed_in_a_row = 0
@@ -163,8 +164,8 @@ class ReplicaManager(torchft.Manager):
         """Why the last outer step did not commit, in one line."""
         if (error := self.errored()) is not None:
             return _last_line(error)
-        if self.num_participants() < (needed := self._min_replica_size):
-            return f"{self.num_participants()} of at least {needed} replicas took part"
+        if self.num_participants() < self._replicas_needed:
+            return f"{self.num_participants()} of at least {self._replicas_needed} replicas took part"
         return "another rank of this replica voted against it"
 
 

@@ -122,6 +122,13 @@ class MonarchTrainer(Trainer):
             # Join the peers' next outer step at once, rather than train a window that healing throws away.
             self._report(self.sync.join())
 
+    def post_dataloading_process(self, input_dict: Any, labels: torch.Tensor) -> Any:
+        """TorchTitan's, without compiling the code that builds attention masks where a kernel does not need them."""
+        if upstream.accelerator() is not None:
+            return super().post_dataloading_process(input_dict, labels)
+        with torch.compiler.set_stance("force_eager"):  # 3 s of CPU in every process, for a mask made in 1 ms
+            return super().post_dataloading_process(input_dict, labels)
+
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; after the last one of a step the gradients are averaged (``none`` only)."""
         loss = super().forward_backward_step(**kwargs)

@@ -20,6 +20,8 @@ SMOOTHING = 0.5
 FAULT_WINDOW = 60.0
 """Seconds within which a failure is put down to the fault injected before it."""
 
+Kind = Literal["bad", "warning", "good", "info"]
+
 
 class State(Enum):
     """What a replica is doing; the value is the word to show."""
@@ -44,7 +46,7 @@ class Note:
     """One sentence worth keeping, ``seconds`` after the start of the run."""
 
     seconds: float
-    kind: Literal["bad", "warning", "good", "info"]
+    kind: Kind
     text: str
 
 
@@ -231,7 +233,7 @@ class RunSummary:
     def _replica(self, number: int) -> ReplicaSummary:
         return self.replicas.setdefault(number, ReplicaSummary(replica=number))
 
-    def _note(self, event: events.Event, kind: str, text: str) -> None:
+    def _note(self, event: events.Event, kind: Kind, text: str) -> None:
         self.notes.append(Note(seconds=self.seconds_at(event.time), kind=kind, text=text))
 
     def _add_step(self, event: events.Step) -> None:
@@ -281,7 +283,7 @@ class RunSummary:
         settled = [failure for failure in replica.failures if failure.back is None]
         for failure in settled:
             failure.back = event.time
-        how = "healed from its peers" if replica.healed else "is back"
+        how = "healed from its peers" if replica.healed else "commits again"
         if settled:
             what = "the fault" if settled[0].injected else "its failure"
             after = f", back {settled[0].recovery_seconds:.1f} s after {what}"
@@ -311,8 +313,8 @@ class RunSummary:
             elif replica.state is not State.LOST:
                 replica.state = State.STOPPED
         reason = f": {first_line(event.reason)}" if event.reason else ""
-        kind = {"succeeded": "good", "interrupted": "warning"}.get(event.status, "bad")
-        self._note(event, kind, f"run {event.status} after {event.seconds:.1f} s{reason}")
+        kinds: dict[str, Kind] = {"succeeded": "good", "interrupted": "warning"}
+        self._note(event, kinds.get(event.status, "bad"), f"run {event.status} after {event.seconds:.1f} s{reason}")
 
 
 def first_line(text: str) -> str:

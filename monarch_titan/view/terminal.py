@@ -46,6 +46,9 @@ class TerminalView:
     On a terminal, a table is redrawn in place and the sentences of :class:`Note` stay above it; elsewhere, or with
     ``plain=True``, every note and every outer step is one line without escape codes, flushed at once and never
     wrapped. ``summary`` holds the state of the run, for a report afterwards. Events may come from one thread only.
+
+    What else the process prints is left alone and would tear the live view: send it to a file, and give the view a
+    console on a copy of the terminal's descriptor, ``Console(file=open(os.dup(1), "w"))``.
     """
 
     def __init__(self, console: Console, *, plain: bool | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -61,6 +64,8 @@ class TerminalView:
             get_renderable=self._frame,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
 
     def __enter__(self) -> Self:
@@ -84,13 +89,13 @@ class TerminalView:
                 self._windows.clear()
             notes = self.summary.notes[self._noted :]
             self._noted += len(notes)
-        if self._plain and (line := self._progress(event)) is not None:
-            self._write(self.summary.seconds_at(event.time), line)
         for note in notes:
             if self._plain:
                 self._write(note.seconds, note.text)
             else:
                 self._console.print(note_line(note))
+        if self._plain and (line := self._progress(event)) is not None:
+            self._write(self.summary.seconds_at(event.time), line)
 
     def _write(self, seconds: float, text: str) -> None:
         self._console.out(f"{stamp(seconds)} {text}", highlight=False)
@@ -132,7 +137,7 @@ def frame(summary: RunSummary, *, now: float, height: int) -> RenderableType:
     Takes at most ``height`` lines: of many replicas it shows those that are not simply training first.
     """
     if summary.started is None:
-        return Text("starting ...")
+        return Text("starting ...\n")
     rows = max(1, height - FRAME_LINES)
     # Stable, so that replicas keep their order within both halves.
     replicas = sorted(summary.replicas.values(), key=lambda replica: replica.replica)
@@ -173,8 +178,8 @@ def _table(replicas: list[ReplicaSummary]) -> Table:
 
 def _progress(summary: RunSummary, now: float) -> Table:
     remaining = summary.remaining_seconds(now)
-    bar = ProgressBar(total=max(1, summary.steps), completed=summary.step)
-    bar.style, bar.complete_style, bar.finished_style = "dim", "cyan", "green"
+    total = max(1, summary.steps)
+    bar = ProgressBar(total, summary.step, style="dim", complete_style="cyan", finished_style="green")
     line = Table.grid(padding=(0, 2, 0, 0), expand=True)
     for ratio in (None, 1, None, None, None):
         line.add_column(ratio=ratio, no_wrap=True)

@@ -19,6 +19,8 @@ import pytest
 
 from monarch_titan.actors.forkserver import ForkServer, ForkServerError
 
+pytestmark = pytest.mark.integration
+
 PROBE = """
 import os, signal, sys, time
 import monarch_titan.upstream as upstream

@@ -1,0 +1,214 @@
+"""Options that contradict each other are refused by name before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from monarch_titan.config.checks import check
+from monarch_titan.config.errors import ConfigError
+from monarch_titan.config.loader import load
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def resolve(tmp_path):
+    """Loads the Llama 3 debug base (3 replicas of 2 ranks) with overrides."""
+    file = tmp_path / "run.toml"
+    file.write_text('[torchtitan]\nmodule = "monarch_titan"\nconfig = "llama3_debug_diloco"\n')
+
+    def resolve(*overrides):
+        return load(file, f"dump_folder={tmp_path / 'out'}", *overrides)
+
+    return resolve
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.toml")))
+def test_the_files_to_start_from_can_be_run(tmp_path, name):
+    check(load(CONFIGS / name, f"dump_folder={tmp_path}"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "",
+        "monarch.num_replicas=1 monarch.min_replicas=1",
+        "monarch.num_replicas=1 fault_tolerance.enable=false training.steps=1",
+        "monarch.min_replicas=3 monarch.recovery.respawns=16 monarch.recovery.backoff_seconds=0",
+        "fault_tolerance.semi_sync_method=none training.steps=1",
+        "fault_tolerance.semi_sync_method=local_sgd training.steps=20",
+        "fault_tolerance.num_fragments=4",
+        "monarch.procs_per_host=4 parallelism.data_parallel_replicate_degree=2 parallelism.tensor_parallel_degree=2",
+        "monarch.procs_per_host=4 parallelism.data_parallel_shard_degree=4 parallelism.expert_parallel_degree=2",
+        "monarch.procs_per_host=8 parallelism.pipeline_parallel_degree=2 parallelism.context_parallel_degree=2 "
+        "training.disable_cuda_graphs=true",
+        "parallelism.tensor_parallel_degree=2 parallelism.enable_sequence_parallel=false training.seq_len=127",
+        "training.global_batch_size=8",
+    ],
+)
+def test_what_fits_together(resolve, overrides):
+    check(resolve(*overrides.split()))
+
+
+RANKS = "the ranks of one replica, which are monarch.hosts_per_replica (1) * monarch.procs_per_host"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("monarch.num_replicas=0", "monarch.num_replicas must be at least 1, got 0."),
+        ("monarch.min_replicas=0", "monarch.min_replicas must be between 1 and monarch.num_replicas (3), got 0."),
+        ("monarch.min_replicas=4", "monarch.min_replicas must be between 1 and monarch.num_replicas (3), got 4."),
+        ("monarch.procs_per_host=0", "monarch.procs_per_host must be at least 1, got 0."),
+        ("monarch.hosts_per_replica=0", "monarch.hosts_per_replica must be at least 1, got 0."),
+        (
+            "monarch.hosts_per_replica=2",
+            'monarch.hosts_per_replica must be 1 with monarch.scheduler "local", which is one machine, got 2.',
+        ),
+        ("monarch.quorum_timeout_seconds=0", "monarch.quorum_timeout_seconds must be greater than 0, got 0."),
+        (
+            "monarch.lighthouse.heartbeat_timeout_ms=-1",
+            "monarch.lighthouse.heartbeat_timeout_ms must be greater than 0, got -1.",
+        ),
+        ("monarch.lighthouse.join_timeout_ms=0", "monarch.lighthouse.join_timeout_ms must be greater than 0, got 0."),
+        ("monarch.lighthouse.quorum_tick_ms=0", "monarch.lighthouse.quorum_tick_ms must be greater than 0, got 0."),
+        ("monarch.recovery.max_failures=0", "monarch.recovery.max_failures must be at least 1, got 0."),
+        ("monarch.recovery.respawns=0", "monarch.recovery.respawns must be between 1 and max_failures (16), got 0."),
+        ("monarch.recovery.respawns=17", "monarch.recovery.respawns must be between 1 and max_failures (16), got 17."),
+        ("monarch.recovery.backoff_seconds=-1", "monarch.recovery.backoff_seconds must be at least 0, got -1.0."),
+        ("monarch.recovery.backoff_seconds=nan", "monarch.recovery.backoff_seconds must be at least 0, got NaN."),
+        (
+            "monarch.recovery.max_backoff_seconds=-1",
+            "monarch.recovery.max_backoff_seconds must be at least 0, got -1.0.",
+        ),
+        ("monarch.recovery.commit_retries=-1", "monarch.recovery.commit_retries must be at least 0, got -1."),
+        (
+            "fault_tolerance.enable=false",
+            "fault_tolerance.enable must be true to join the replicas when monarch.num_replicas is greater than 1 "
+            "(it is 3), got false.",
+        ),
+        ("fault_tolerance.sync_steps=0", "fault_tolerance.sync_steps must be at least 1, got 0."),
+        ("fault_tolerance.num_fragments=0", "fault_tolerance.num_fragments must be at least 1, got 0."),
+        (
+            "fault_tolerance.num_fragments=3",
+            "fault_tolerance.sync_steps must be divisible by fault_tolerance.num_fragments (3), got 20.",
+        ),
+        (
+            "fault_tolerance.num_fragments=2 fault_tolerance.semi_sync_method=local_sgd",
+            'fault_tolerance.num_fragments must be 1 with fault_tolerance.semi_sync_method "local_sgd", because only '
+            '"diloco" has fragments, got 2.',
+        ),
+        (
+            "fault_tolerance.process_group_timeout_ms=0",
+            "fault_tolerance.process_group_timeout_ms must be greater than 0, got 0.",
+        ),
+        (
+            "training.steps=19",
+            "training.steps must be at least fault_tolerance.sync_steps (20), or the replicas are never synchronised, "
+            "got 19.",
+        ),
+        ("training.steps=0", "training.steps must be at least 1, got 0."),
+        ("training.seq_len=0", "training.seq_len must be at least 1, got 0."),
+        ("training.local_batch_size=0", "training.local_batch_size must be at least 1, got 0."),
+        ("metrics.log_freq=0", "metrics.log_freq must be at least 1, got 0."),
+        ("comm.init_timeout_seconds=0", "comm.init_timeout_seconds must be greater than 0, got 0."),
+        ("comm.train_timeout_seconds=0", "comm.train_timeout_seconds must be greater than 0, got 0."),
+        (
+            "comm.mode=local_tensor",
+            'comm.mode must be a real backend, which replicas can be joined with, got "local_ten',
+        ),
+        (
+            "checkpoint.create_seed_checkpoint=true",
+            "checkpoint.create_seed_checkpoint must be false: a seed checkpoint",
+        ),
+        ("parallelism.tensor_parallel_degree=0", "parallelism.tensor_parallel_degree must be at least 1, got 0."),
+        (
+            "parallelism.data_parallel_shard_degree=0",
+            "parallelism.data_parallel_shard_degree must be at least 1, or -1 for the ranks that are left, got 0.",
+        ),
+        (
+            "monarch.procs_per_host=3 parallelism.tensor_parallel_degree=2",
+            f"parallelism.tensor_parallel_degree (2) must divide {RANKS} (3) = 3.",
+        ),
+        (
+            "parallelism.tensor_parallel_degree=4",
+            f"parallelism.tensor_parallel_degree (4) must divide {RANKS} (2) = 2.",
+        ),
+        (
+            "monarch.procs_per_host=4 parallelism.data_parallel_shard_degree=2 parallelism.context_parallel_degree=4",
+            "parallelism.context_parallel_degree (4) * parallelism.data_parallel_shard_degree (2) must be "
+            f"{RANKS} (4) = 4.",
+        ),
+        (
+            "parallelism.data_parallel_shard_degree=1",
+            f"parallelism.data_parallel_shard_degree (1) must be {RANKS} (2) = 2.",
+        ),
+        (
+            "parallelism.expert_parallel_degree=3",
+            "parallelism.expert_parallel_degree must divide the ranks that share a pipeline stage's weights, "
+            "dp_shard * cp * tp = 2, got 3.",
+        ),
+        (
+            "parallelism.tensor_parallel_degree=2 training.seq_len=127",
+            "training.seq_len must be divisible by 2 for tensor_parallel_degree (2) and context_parallel_degree (1), "
+            "got 127.",
+        ),
+        ("parallelism.context_parallel_degree=2 training.seq_len=126", "training.seq_len must be divisible by 4 for"),
+        (
+            "training.global_batch_size=6",
+            "training.global_batch_size must be -1 or a multiple of training.local_batch_size (2) * data-parallel "
+            "ranks in a replica (2), got 6.",
+        ),
+        ("training.global_batch_size=0", "training.global_batch_size must be -1 or a multiple of"),
+        ("dataloader.dataset_path=/not/there", "dataloader.dataset_path must name a file or a folder that exists"),
+        (
+            "validator.enable=true dataloader.dataset_path=null validator.dataloader.dataset=local_text "
+            "validator.dataloader.dataset_path=/not/there",
+            "validator.dataloader.dataset_path must name a file or a folder that exists",
+        ),
+        ("dump_folder=''", 'dump_folder must name a folder, got "".'),
+    ],
+)
+def test_contradiction_names_option_rule_and_value(resolve, overrides, message):
+    with pytest.raises(ConfigError) as error:
+        check(resolve(*overrides.split()))
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_tokenizer_files_are_needed_by_a_tokenizer_that_reads_them(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[torchtitan]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n')
+    overrides = ["training.steps=20", f"dump_folder={tmp_path}"]
+    with pytest.raises(
+        ConfigError, match=r'hf_assets_path must be a folder that exists, for the tokenizer, got "\./no"'
+    ):
+        check(load(file, *overrides, "hf_assets_path=./no"))
+    check(load(file, *overrides, f"hf_assets_path={tmp_path}"))
+
+
+def test_validation_data_matters_only_with_validation(resolve):
+    check(resolve("validator.dataloader.dataset=local_text", "validator.dataloader.dataset_path=/not/there"))
+
+
+def test_dump_folder_is_created(tmp_path, resolve):
+    check(resolve(f"dump_folder={tmp_path / 'a' / 'b'}"))
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize(("folder", "reason"), [("file", "File exists"), ("file/below", "Not a directory")])
+def test_unusable_dump_folder(tmp_path, resolve, folder, reason):
+    (tmp_path / "file").touch()
+    path = tmp_path / folder
+    with pytest.raises(ConfigError) as error:
+        check(resolve(f"dump_folder={path}"))
+    assert str(error.value) == f"dump_folder must be a folder that can be written, got {str(path)!r}: {reason}."
+
+
+def test_dump_folder_that_exists_must_be_writable(tmp_path, resolve, monkeypatch):
+    def refuse(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write anywhere
+    with pytest.raises(ConfigError, match=r"dump_folder must be a folder that can be written, .*: Permission denied\."):
+        check(resolve())

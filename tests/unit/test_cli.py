@@ -1,0 +1,159 @@
+"""The command's exit codes, and what it prints."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from monarch_titan import run
+from monarch_titan.cli import main, run_and_report
+from monarch_titan.config.errors import ConfigError
+from monarch_titan.control.events import RunFinished, RunStarted
+
+STARTED = RunStarted(
+    dump_folder="out",
+    num_replicas=3,
+    min_replicas=2,
+    ranks_per_replica=2,
+    steps=100,
+    method="diloco",
+    sync_steps=20,
+    device="cpu",
+    versions={},
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[torchtitan]\nmodule = "monarch_titan"\nconfig = "llama3_debug_diloco"\n')
+    return str(path)
+
+
+@pytest.fixture
+def outcome(monkeypatch):
+    """Replaces the run by one that starts and ends with an exception, or well; returns the configurations it got."""
+
+    def outcome(error=None):
+        configs = []
+
+        def train(config, *, observers=()):
+            configs.append(config)
+            for observer in observers:
+                observer(STARTED)
+                observer(RunFinished(status="failed" if error else "succeeded", seconds=1.0, reason=str(error or "")))
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(run, "train", train)
+        return configs
+
+    return outcome
+
+
+def test_train_runs_the_file_with_its_overrides(outcome, file, capfd):
+    configs = outcome()
+    assert main(["train", file, "training.steps=40", "monarch.num_replicas=2"]) == 0
+    assert [(config.training.steps, config.monarch.num_replicas) for config in configs] == [(40, 2)]
+    printed = capfd.readouterr()
+    assert "succeeded after 1.0 s" in printed.out
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (run.RunFailed("replica 1 failed 16 times"), 1, "replica 1 failed 16 times"),
+        (ConfigError("a must be b,\n  got c."), 2, "a must be b, got c."),
+        (KeyboardInterrupt(), 130, "stopped by SIGINT"),
+        (run.Interrupted(signal.SIGINT), 130, "stopped by SIGINT"),
+        (run.Interrupted(signal.SIGTERM), 143, "stopped by SIGTERM"),
+    ],
+)
+def test_ends_that_are_not_well_are_one_line(outcome, file, capfd, error, code, message):
+    outcome(error)
+    assert main(["train", file]) == code
+    printed = capfd.readouterr()
+    assert printed.err == f"monarch-titan: error: {message}\n"
+    assert "Files in" in printed.out  # the report
+
+
+def test_torchtitans_own_door_ends_with_the_same_codes(outcome, capfd):
+    outcome(run.RunFailed("all lost"))
+    assert run_and_report(run.MonarchTrainer.Config()) == 1
+    assert capfd.readouterr().err == "monarch-titan: error: all lost\n"
+
+
+def test_other_errors_are_bugs_and_keep_their_traceback(outcome, file):
+    outcome(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["train", file])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: VERB (see monarch-titan --help)"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train"], "the following arguments are required: CONFIG (see monarch-titan train --help)"),
+        (["report"], "the following arguments are required: RUN_DIR"),
+        (["train", "x.toml", "--training.steps", "4"], "options are written without dashes, as training.steps=100"),
+        (["train", "x.toml", "--verbose"], "unrecognized arguments: --verbose (see"),
+    ],
+)
+def test_wrong_arguments_are_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    printed = capsys.readouterr().err
+    assert end.value.code == 2
+    assert printed.startswith("monarch-titan: error: ")
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_mistake_in_the_configuration_is_one_line(file, capsys):
+    assert main(["train", file, "training.step=4"]) == 2
+    expected = "monarch-titan: error: command line: unknown option training.step; did you mean training.steps?\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_demo_passes_its_overrides_and_its_exit_code_on(monkeypatch):
+    monkeypatch.setattr(run, "demo", len, raising=False)
+    assert main(["demo", "training.steps=40", "monarch.num_replicas=2"]) == 2
+
+
+def test_report_of_a_folder_that_holds_no_run(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "RUN_DIR must be the dump folder of a run" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_version(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.metadata.version", {"monarch-titan": "1.2.3"}.get)
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == "monarch-titan 1.2.3\n"
+
+
+def test_help_names_all_verbs_and_loads_nothing_heavy():
+    script = (
+        "import sys\nfrom monarch_titan.cli import main\n"
+        "try:\n    main(['--help'])\n"
+        "finally:\n    print(sorted({'torch', 'monarch', 'rich', 'hydra'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", script]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert re.findall(r"^    (\w+) ", printed, re.M) == ["train", "demo", "report"]
+    assert printed.endswith("[]\n")
+
+
+def test_module_can_be_run_and_a_wrong_path_costs_no_import_of_torch():
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "monarch_titan", "train", "missing.toml"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr == "monarch-titan: error: missing.toml: cannot read this file: No such file or directory.\n"
+    assert time.perf_counter() - began < 3  # 0.2 s on an idle machine, and torch alone takes more than 1 s of CPU
