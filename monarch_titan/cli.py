@@ -51,9 +51,11 @@ def train(options: argparse.Namespace) -> int:
 
 def demo(options: argparse.Namespace) -> int:
     """Train three small replicas on this machine's CPU, kill a process of one and watch it heal."""
-    from monarch_titan import run
+    from monarch_titan.config.loader import load
+    from monarch_titan.control.faults import Fault
 
-    return run.demo(options.overrides)
+    config = load(Path(__file__).with_name("configs") / "local.toml", *options.overrides)
+    return _run_and_report(config, faults=[Fault(replica=1, rank=1, step=30)])
 
 
 def report(options: argparse.Namespace) -> int:
@@ -68,7 +70,7 @@ def report(options: argparse.Namespace) -> int:
 # What they share ---------------------------------------------------------------------------------------------------
 
 
-def _run_and_report(config: MonarchTrainer.Config) -> int:
+def _run_and_report(config: MonarchTrainer.Config, **injected: Any) -> int:
     from rich.console import Console
 
     from monarch_titan import run
@@ -81,7 +83,7 @@ def _run_and_report(config: MonarchTrainer.Config) -> int:
         view = TerminalView(console)
         try:
             with view:
-                run.train(config, observers=[view])
+                run.train(config, observers=[view], **injected)
         finally:
             if view.summary.started is not None:
                 print_report(console, view.summary, config.dump_folder)

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import importlib.metadata
 import os
-
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.writer import to_toml
 from monarch_titan.control.controller import Controller, Launch, RunFailed
 from monarch_titan.control.events import Event, EventLog, LighthouseStarted, RunFinished, RunStarted
+from monarch_titan.control.faults import Fault, Injector
 from monarch_titan.training import cpu
 from monarch_titan.training.trainer import MonarchTrainer
 from monarch_titan.view.summary import RunSummary
@@ -40,12 +40,18 @@ class Interrupted(KeyboardInterrupt):
         self.signal = number
 
 
-def train(config: MonarchTrainer.Config, *, observers: Iterable[Callable[[Event], None]] = ()) -> RunSummary:
+def train(
+    config: MonarchTrainer.Config,
+    *,
+    observers: Iterable[Callable[[Event], None]] = (),
+    faults: Sequence[Fault] = (),
+) -> RunSummary:
     """Train with all replicas to the end and return what happened.
 
     Args:
         config: from ``load()`` or a configuration function; it is checked first.
         observers: called with every event, in order.
+        faults: failures to inject.
 
     Raises:
         ConfigError: the configuration cannot be run; nothing was started.
@@ -59,6 +65,8 @@ def train(config: MonarchTrainer.Config, *, observers: Iterable[Callable[[Event]
     (folder / "config.toml").write_text(to_toml(config))
     summary = RunSummary()
     events = EventLog(folder / "events.jsonl", [summary, *observers])
+    if faults:
+        events.observe(Injector(faults, events))
     began = time.time()
     status, reason = "failed", "internal error"
     events(_run_started(config, folder))
@@ -181,7 +189,7 @@ class _Run:
             self._job.hosts(), self._lighthouse_port, monarch_.live_replicas_needed, monarch_.lighthouse
         )
         self._lighthouse_port = lighthouse.port
-        self._events(LighthouseStarted(address=self._lighthouse_address, attempt=attempt))
+        self._events(LighthouseStarted(address=self._lighthouse_address, attempt=attempt, pid=lighthouse.pid))
         return lighthouse
 
 
@@ -219,7 +227,7 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _output_to(path: Path) -> Iterator[None]:
+def _output_to(path: Path) -> Generator[None]:
     """Send what this process and its children print to a file: the libraries' chatter is not for the terminal.
 
     Views that are to stay visible write to a copy of the terminal's descriptor, see ``view.terminal``.

@@ -1,7 +1,7 @@
 """The only place that touches private or version-pinned APIs of the libraries underneath.
 
-Each function says why it is here and until when. ``tests/integration/test_upstream.py`` holds a contract test for each that
-fails when it is no longer needed.
+Each says why it is here and until when; a contract test in ``tests/unit/test_upstream.py`` fails when it is no longer
+needed.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from monarch.actor import Actor, concurrent_endpoint
 
@@ -13,8 +14,8 @@ class LighthouseActor(Actor):
     """Holds a ``LighthouseServer`` for as long as its process lives."""
 
     @concurrent_endpoint
-    async def start(self, port: int, min_replicas: int, options: Lighthouse) -> int:
-        """Serve on ``port`` (0: any) of all interfaces; returns the port."""
+    async def start(self, port: int, min_replicas: int, options: Lighthouse) -> tuple[int, int]:
+        """Serve on ``port`` (0: any) of all interfaces; returns the port and the process id."""
         from torchft.coordination import LighthouseServer
 
         self.server = LighthouseServer(
@@ -24,7 +25,7 @@ class LighthouseActor(Actor):
             quorum_tick_ms=options.quorum_tick_ms,
             heartbeat_timeout_ms=options.heartbeat_timeout_ms,
         )
-        return int(self.server.address().rpartition(":")[2])
+        return int(self.server.address().rpartition(":")[2]), os.getpid()
 
     @concurrent_endpoint
     async def run(self) -> None:

@@ -7,5 +7,5 @@ from monarch_titan import upstream
 
 upstream.install_cpu_device()
 
-import monarch_titan.config_registry  # noqa: E402, F401
+import monarch_titan.config_registry  # noqa: E402
 import monarch_titan.training.trainer  # noqa: E402, F401

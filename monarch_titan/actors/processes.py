@@ -88,8 +88,9 @@ class ReplicaProcesses:
 class LighthouseProcess:
     """The process of a LighthouseActor."""
 
-    def __init__(self, proc: Any, actor: Any, port: int) -> None:
-        self._proc, self._actor, self.port = proc, actor, port
+    def __init__(self, proc: Any, actor: Any, port: int, pid: int) -> None:
+        self._proc, self._actor = proc, actor
+        self.port, self.pid = port, pid
 
     @classmethod
     async def launch(cls, host: HostMesh, port: int, min_replicas: int, options: Lighthouse) -> LighthouseProcess:
@@ -97,11 +98,11 @@ class LighthouseProcess:
         proc = host.spawn_procs(name="lighthouse")
         actor = proc.spawn("lighthouse", LighthouseActor)
         try:
-            port = await actor.start.call_one(port, min_replicas, options)
+            port, pid = await actor.start.call_one(port, min_replicas, options)
         except BaseException:
             await _stop(proc)
             raise
-        return cls(proc, actor, port)
+        return cls(proc, actor, port, pid)
 
     async def run(self) -> str:
         """Wait until the process is gone; the cause."""

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from monarch.actor import Actor, Channel, MeshFailure, ProcMesh, concurrent_endpoint
@@ -57,7 +57,9 @@ class ReplicaActor(Actor):
         self.trainers = self.mesh.spawn("trainer", TrainerActor, self.launch, self.port)
         processes = {point.rank: process for point, process in (await self.trainers.process.call()).items()}
         pids = {rank: pid for rank, (_, pid) in processes.items()}
-        self.port.send(ReplicaStarted(replica=self.launch.replica, attempt=self.launch.attempt, pids=pids))
+        self.port.send(
+            ReplicaStarted(replica=self.launch.replica, attempt=self.launch.attempt, pids=pids, actor_pid=os.getpid())
+        )
         with self._watched({rank: pid for rank, (host, pid) in processes.items() if host == socket.gethostname()}):
             return await self._train_all(list(processes))
 
@@ -81,7 +83,7 @@ class ReplicaActor(Actor):
             return "its process died"
 
     @contextlib.contextmanager
-    def _watched(self, pids: dict[int, int]) -> Iterator[None]:
+    def _watched(self, pids: dict[int, int]) -> Generator[None]:
         """Notice at once when a process of this host ends; Monarch's supervision takes 0.1 to 2 s."""
         loop, descriptors = asyncio.get_running_loop(), []
 

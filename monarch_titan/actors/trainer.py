@@ -11,14 +11,9 @@ import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monarch.actor import Actor, Channel, concurrent_endpoint, current_rank
-
-from monarch_titan import upstream
-
-if TYPE_CHECKING:
-    from monarch_titan.training.replica import ReplicaContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +44,7 @@ class TrainerActor(Actor):
         self.launch, self.port = launch, port
         self.rank = current_rank().rank
         self.lighthouse_attempt = launch.lighthouse_attempt
-        self.context: ReplicaContext | None = None
+        self.context: Any = None  # the ReplicaContext, once the trainer is built
         # build() and train() must share one thread: torch keeps modes of autograd and of device meshes per thread.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
@@ -105,10 +100,10 @@ class TrainerActor(Actor):
         os.close(log)
 
     def _build(self) -> Any:
-        import monarch_titan.actors.preload  # noqa: F401
         from torchtitan.observability import structured_logger
         from torchtitan.tools.logging import init_logger
 
+        import monarch_titan.actors.preload  # noqa: F401
         from monarch_titan.training.replica import ReplicaContext
 
         init_logger()

@@ -15,7 +15,7 @@ import os
 import pkgutil
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,7 @@ def _check_own_sections(given: Given) -> None:
 
 
 @contextlib.contextmanager
-def _blamed_on(given: Given) -> Iterator[None]:
+def _blamed_on(given: Given) -> Generator[None]:
     try:
         yield
     except ConfigError as error:

@@ -161,17 +161,18 @@ class Controller:
 
     def receive(self, message: Event | Report) -> None:
         """Take what a trainer reports. Reports of an attempt that is over are dropped."""
-        member = self._members[message.replica] if hasattr(message, "replica") else None
         if isinstance(message, Report):
+            member = self._members[message.replica]
             if message.attempt == member.attempt:
                 self._receive_report(member, message)
             return
-        if isinstance(message, Step):
-            member.step = message.step
-        if isinstance(message, OuterStep) and message.committed:
-            member.failures = 0
-        if isinstance(message, ReplicaState):
-            self._compare(message)
+        match message:
+            case Step():
+                self._members[message.replica].step = message.step
+            case OuterStep(committed=True):
+                self._members[message.replica].failures = 0
+            case ReplicaState():
+                self._compare(message)
         self._log(message)
 
     def _receive_report(self, member: _Member, report: Report) -> None:
@@ -197,10 +198,11 @@ class Controller:
 
     async def _supervise(self, member: _Member) -> None:
         """Run one replica to its end, relaunching it as the policy allows."""
-        action: Action | None = Action.START
-        while (action := await self._attempt(member, action)) not in (None, Action.GIVE_UP):
+        action: Action | None = await self._attempt(member, Action.START)
+        while action is not None and action is not Action.GIVE_UP:
             await asyncio.sleep(self._policy.delay(member.failures))
             member.attempt += 1
+            action = await self._attempt(member, action)
 
     async def _attempt(self, member: _Member, action: Action) -> Action | None:
         """One life of a replica, from its launch until nothing is left of it; what to do next, None when it is done."""

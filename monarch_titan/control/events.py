@@ -62,6 +62,7 @@ class LighthouseStarted(Event):
 
     address: str
     attempt: int
+    pid: int
 
 
 @_kind
@@ -82,6 +83,8 @@ class ReplicaStarted(Event):
     """0 for the first launch, then one more for every relaunch."""
     pids: dict[int, int]
     """Rank -> process id on its host."""
+    actor_pid: int
+    """Process id of the ReplicaActor, which drives them."""
 
 
 @_kind
@@ -284,6 +287,10 @@ class EventLog:
         self._file.write(to_json(event) + "\n")
         for observer in self._observers:
             observer(event)
+
+    def observe(self, observer: Callable[[Event], None]) -> None:
+        """Show events to one more observer, after the others."""
+        self._observers.append(observer)
 
     def close(self) -> None:
         self._file.close()

@@ -23,7 +23,9 @@ State = dict[str, Any]
 def register(manager: torchft.Manager, trainer: Trainer) -> None:
     """Tell the manager how to take and give parameters, buffers, inner optimizers, schedule and step."""
     manager.register_state_dict_fn("model", lambda s: _load_model(trainer, s), lambda: _save_model(trainer))
-    manager.register_state_dict_fn("optimizer", lambda s: _load_optimizers(trainer, s), lambda: _save_optimizers(trainer))
+    manager.register_state_dict_fn(
+        "optimizer", lambda s: _load_optimizers(trainer, s), lambda: _save_optimizers(trainer)
+    )
     schedulers = trainer.lr_schedulers
     manager.register_state_dict_fn("lr_scheduler", schedulers.load_state_dict, schedulers.state_dict)
     manager.register_state_dict_fn("trainer", trainer.load_state_dict, trainer.state_dict)

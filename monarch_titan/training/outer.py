@@ -145,7 +145,7 @@ class OuterSync:
     def __init__(self, manager: Manager, model_parts: list[torch.nn.Module], config: FaultTolerance) -> None:
         self._manager = manager
         # named_parameters() gives a tied parameter once; pipeline stages on one rank never share any.
-        parameters = [
+        parameters: list[tuple[str, torch.Tensor]] = [
             (f"{part}.{name}", parameter)
             for part, model in enumerate(model_parts)
             for name, parameter in model.named_parameters()

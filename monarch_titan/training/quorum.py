@@ -115,10 +115,10 @@ class ReplicaManager(torchft.Manager):
             time.sleep(ASK_AGAIN_SECONDS)
         self.needs_state = False
         if self.healed and self._peer_was_held:
-            raise PeersFinished
+            raise PeersFinished("the peers had trained all steps")
 
     def _quorum_once(self, allow_heal: bool, shrink_only: bool, timeout: timedelta | None) -> None:
-        ids = {"replica": self.context.replica, "attempt": self.context.attempt, "rank": self.context.rank}
+        ids = self.context.ids()
         begin = time.monotonic()
         self.healed = False
         if not self.held:

@@ -34,6 +34,10 @@ class ReplicaContext:
     commands: queue.SimpleQueue[Future[None] | None] = field(default_factory=queue.SimpleQueue)
     """While held at the end: a future means attend one more quorum and then set it, None means leave."""
 
+    def ids(self) -> dict[str, int]:
+        """What every Report names."""
+        return {"replica": self.replica, "attempt": self.attempt, "rank": self.rank}
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor, or the tensor itself; detached, sharing memory."""

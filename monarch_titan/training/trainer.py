@@ -21,12 +21,11 @@ from torchtitan.trainer import Trainer
 
 from monarch_titan import upstream
 from monarch_titan.config.sections import Base, FaultTolerance, Monarch
-from monarch_titan.control.events import OuterStep, OuterStepCommitted, ReplicaState, Step, TrainerFinished
-from monarch_titan.training import cpu, healing
-from monarch_titan.training.gradients import CommittedOptimizers, GradientSync
-from monarch_titan.training.outer import Outcome, OuterSync
+from monarch_titan.control.events import Step, TrainerFinished
+from monarch_titan.training import cpu
+from monarch_titan.training.membership import Membership
 from monarch_titan.training.quorum import PeersFinished, ReplicaManager
-from monarch_titan.training.replica import ReplicaContext, digest
+from monarch_titan.training.replica import ReplicaContext
 
 
 class MonarchTrainer(Trainer):
@@ -57,7 +56,7 @@ class MonarchTrainer(Trainer):
     def __init__(self, config: Config, *, context: ReplicaContext | None = None) -> None:
         self.context = context
         self.manager: ReplicaManager | None = None
-        self.sync: OuterSync | GradientSync | None = None
+        self.membership: Membership | None = None
         self._joined = self._stepped = False
         self._micro_batches = 0
         super().__init__(config)
@@ -68,10 +67,8 @@ class MonarchTrainer(Trainer):
 
     def _reporting_rank(self) -> int:
         """The first rank that knows the loss: pipeline stages before the last do not."""
-        if not self.parallel_dims.pp_enabled:
-            return 0
-        world = self.parallel_dims.world_size
-        return world // self.parallel_dims.pp * (self.parallel_dims.pp - 1)
+        dims = self.parallel_dims
+        return dims.world_size // dims.pp * (dims.pp - 1) if dims.pp_enabled else 0
 
     def init_distributed(self) -> ParallelDims:
         """Form the replica's own process group, then the manager that joins its peers."""
@@ -89,38 +86,27 @@ class MonarchTrainer(Trainer):
             model = parallelize(model, **kwargs)
             if upstream.accelerator() is None:
                 cpu.use_sum_reductions(model)
-            if self.context is not None:
+            if self.context is not None and not self._sharded:
                 shard_by_replica(self.config, self.context.replica)
+                self._sharded = True
             return model
 
+        self._sharded = False
         return parallelize_and_rebind
 
     # The loop ------------------------------------------------------------------------------------------------------
 
     def should_continue_training(self) -> bool:
-        """TorchTitan's condition; its first call, after a checkpoint was loaded, joins the peers."""
+        """TorchTitan's condition; its first call comes after a checkpoint was loaded and joins the peers."""
         if not self._joined:
             self._joined = True
-            try:
-                self._join()
-            except PeersFinished:
-                return False
+            if self.manager is not None and self.context is not None:
+                self.membership = Membership(self, self.manager, self.context)
+                try:
+                    self.membership.catch_up()
+                except PeersFinished:
+                    return False
         return super().should_continue_training()
-
-    def _join(self) -> None:
-        if self.manager is None:
-            return
-        healing.register(self.manager, self)
-        if self.config.fault_tolerance.semi_sync_method == "none":
-            self.sync = GradientSync(self.manager, self.model_parts)
-            self.optimizers = CommittedOptimizers(self.optimizers, self.sync)
-        else:
-            self.sync = OuterSync(self.manager, self.model_parts, self.config.fault_tolerance)
-        if self.context.data is not None:
-            self.dataloader.load_state_dict(self.context.data)
-        if self.manager.needs_state and isinstance(self.sync, OuterSync):
-            # Join the peers' next outer step at once, rather than train a window that healing throws away.
-            self._report(self.sync.join())
 
     def post_dataloading_process(self, input_dict: Any, labels: torch.Tensor) -> Any:
         """TorchTitan's, without compiling the code that builds attention masks where a kernel does not need them."""
@@ -130,88 +116,50 @@ class MonarchTrainer(Trainer):
             return super().post_dataloading_process(input_dict, labels)
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
-        """One micro-batch; after the last one of a step the gradients are averaged (``none`` only)."""
+        """One micro-batch."""
         loss = super().forward_backward_step(**kwargs)
         self._micro_batches += 1
-        if isinstance(self.sync, GradientSync) and self._micro_batches == self.gradient_accumulation_steps:
-            self.sync.average()
+        if self.membership is not None and self._micro_batches == self.gradient_accumulation_steps:
+            self.membership.end_backward()
         return loss
 
     def train_step(self, data_iterator: Any) -> None:
         """One inner step, and the outer step when it completes a window."""
         self._micro_batches = 0
-        if self.sync is not None:
-            self.sync.begin_step()
+        if self.membership is not None:
+            self.membership.begin_step()
         super().train_step(data_iterator)
         if not self._stepped:
             self._stepped = True
             # TorchTitan does this after the step that follows the loaded one, a number that healing changes.
             timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
             dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
-        if self.sync is not None and (outcome := self.sync.end_step()) is not None:
-            self._report(outcome)
+        if self.membership is not None:
+            self.membership.end_step()
 
     def train(self) -> None:
         """Train all steps, then wait for the peers: whoever lags behind can only heal from those who stay."""
         super().train()
         if self.context is None:
             return
-        self._report_finished()
+        self._report_finished(self.context)
         while (attended := self.context.commands.get()) is not None:
-            if self.manager is not None and self.manager.attend():
-                self._report_finished()
-            attended.set_result(None)
+            try:
+                if self.manager is not None and self.manager.attend():
+                    self._report_finished(self.context)
+            finally:
+                attended.set_result(None)
+
+    def _report_finished(self, context: ReplicaContext) -> None:
+        outer_step, state = 0, ""
+        if self.membership is not None:
+            outer_step, state = self.membership.manager.current_step(), self.membership.sync.digest()
+        context.report(TrainerFinished(**context.ids(), step=self.step, outer_step=outer_step, state=state))
 
     def close(self) -> None:
         super().close()
-        if getattr(self, "manager", None) is not None:
+        if self.manager is not None:
             self.manager.shutdown(wait=False)
-
-    # Reports -------------------------------------------------------------------------------------------------------
-
-    def _ids(self) -> dict[str, int]:
-        return {"replica": self.context.replica, "attempt": self.context.attempt, "rank": self.context.rank}
-
-    def _report(self, outcome: Outcome) -> None:
-        context, manager = self.context, self.manager
-        outer_step = manager.current_step()
-        if outcome.committed:
-            state = self.dataloader.state_dict()
-            context.report(OuterStepCommitted(**self._ids(), outer_step=outer_step, data=state))
-        if outcome.committed and self.config.monarch.check_replicas == "outer_step":
-            context.report(self._state())
-        if context.rank == 0:
-            context.report(
-                OuterStep(
-                    replica=context.replica,
-                    outer_step=outer_step,
-                    step=self.step,
-                    participants=outcome.participants,
-                    committed=outcome.committed,
-                    contributed=outcome.contributed,
-                    seconds=round(outcome.seconds, 4),
-                    bytes=outcome.bytes * self.parallel_dims.world_size,
-                    error=None if outcome.committed else manager.why_not(),
-                )
-            )
-
-    def _state(self) -> ReplicaState:
-        return ReplicaState(
-            replica=self.context.replica,
-            rank=self.context.rank,
-            outer_step=self.manager.current_step(),
-            step=self.step,
-            healed=self.manager.healed,
-            global_parameters=self.sync.digest(),
-            outer_optimizer=self.sync.optimizer_digest(),
-            optimizer=digest(healing.optimizer_tensors(self)),
-            lr=float(self.optimizers.optimizers[0].param_groups[0]["lr"]),
-        )
-
-    def _report_finished(self) -> None:
-        outer_step = self.manager.current_step() if self.manager is not None else 0
-        state = self.sync.digest() if self.sync is not None else ""
-        self.context.report(TrainerFinished(**self._ids(), step=self.step, outer_step=outer_step, state=state))
 
 
 def shard_by_replica(config: MonarchTrainer.Config, replica: int) -> None:
