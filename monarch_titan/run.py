@@ -117,12 +117,12 @@ class _Run:
         upstream.set_monarch_environment()
         import monarch.actor
 
+        from monarch_titan.actors.processes import FaultReports
         from monarch_titan.launch.local import LocalJob
 
-        # Without a handler of ours, Monarch interrupts the main thread at the first death of any process.
-        monarch.actor.unhandled_fault_hook = lambda failure: print("unhandled:", failure.mesh_name, file=sys.stderr)
         monarch_ = self._config.monarch
         self._job = LocalJob()
+        self._reports = monarch.actor.unhandled_fault_hook = FaultReports()
         self._start_fork_server()
         self._port, receiver = monarch.actor.Channel.open()
         controller = Controller(
@@ -174,6 +174,7 @@ class _Run:
             trainer_launch,
             self._config.monarch.ranks_per_replica,
             self._port,
+            self._reports,
             self._fork_server,
         )
 

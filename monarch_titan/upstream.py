@@ -7,6 +7,8 @@ needed.
 from __future__ import annotations
 
 import os
+import re
+import signal
 import sys
 import types
 from datetime import timedelta
@@ -47,6 +49,22 @@ def monarch_bootstrap_main() -> None:
     from monarch._src.actor.bootstrap_main import invoke_main
 
     invoke_main()
+
+
+def read_process_report(report: str) -> tuple[int | None, str | None]:
+    """Rank and cause out of what Monarch reports of a dead process; None for what the report does not say.
+
+    Monarch 0.7 has no structured form of it.
+    """
+    rank = re.search(r"\{'gpus': (\d+)/\d+\}", report)
+    cause = None
+    if killed := re.search(r"Killed\(sig=(\d+)\)", report):
+        cause = f"killed by {signal.Signals(int(killed[1])).name}"
+    elif stopped := re.search(r"Stopped\(exit_code=(\d+)\)", report):
+        cause = f"its process exited with code {stopped[1]}"
+    elif "process exited cleanly" in report:
+        cause = "its process exited with code 0"
+    return int(rank[1]) if rank else None, cause
 
 
 class _CpuDevice(types.ModuleType):

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
-import signal
 import socket
 from collections.abc import Generator
 from typing import Any
 
 from monarch.actor import Actor, Channel, MeshFailure, ProcMesh, concurrent_endpoint
 
+from monarch_titan import upstream
 from monarch_titan.actors.trainer import TrainerActor, TrainerLaunch
 from monarch_titan.control.controller import Failure
 from monarch_titan.control.events import ReplicaStarted
 
-# How long to wait for a better explanation of a failure than the first one.
+# How long to wait for the death of a process to explain an exception.
 CAUSE_SECONDS = 0.7
 
 
@@ -38,7 +37,6 @@ class ReplicaActor(Actor):
         """Ranks of this host whose process is gone, in order."""
         self.reports: list[str] = []
         """What Monarch said of dead processes."""
-        self.explained = asyncio.Event()
 
     def __supervise__(self, failure: MeshFailure) -> bool:
         """Called by Monarch when a trainer's process is gone. True: handled, do not propagate."""
@@ -48,8 +46,6 @@ class ReplicaActor(Actor):
     def _note(self, report: str) -> None:
         self.reports.append(report)
         self.process_died.set()
-        if _cause(report) is not None:
-            self.explained.set()
 
     @concurrent_endpoint
     async def run(self) -> Failure | None:
@@ -109,18 +105,19 @@ class ReplicaActor(Actor):
 
     async def _failure(self, rank: int | None, cause: str | None) -> Failure:
         """The root of a failure: a process that died, or else the exception of the first rank that reported one."""
-        # When a process dies, the other ranks may be the first to fail, with a broken connection.
-        if not await _within(CAUSE_SECONDS, self.process_died):
+        try:
+            # When a process dies, the other ranks may be the first to fail, with a broken connection.
+            await asyncio.wait_for(self.process_died.wait(), CAUSE_SECONDS)
+        except TimeoutError:
             return self._made(rank, cause)
-        await _within(CAUSE_SECONDS, self.explained)
-        named = [rank for report in self.reports if (rank := _rank(report)) is not None]
-        causes = [cause for report in self.reports if (cause := _cause(report)) is not None]
-        dead = [*self.dead_ranks, *named]
+        found = [upstream.read_process_report(report) for report in self.reports]
+        dead = [*self.dead_ranks, *(rank for rank, _ in found if rank is not None)]
+        causes = [cause for _, cause in found if cause is not None]
         return self._made(dead[0] if dead else None, causes[0] if causes else None)
 
     def _made(self, rank: int | None, cause: str | None) -> Failure:
         log = self.launch.log(0 if rank is None else rank)
-        return Failure(cause=cause or "its process died", rank=rank, log=f"{log.parent.name}/{log.name}")
+        return Failure(cause=cause, rank=rank, log=f"{log.parent.name}/{log.name}")
 
     @concurrent_endpoint
     async def attend(self) -> None:
@@ -134,30 +131,3 @@ class ReplicaActor(Actor):
     async def announce_lighthouse(self, attempt: int) -> None:
         if self.trainers is not None:
             await self.trainers.announce_lighthouse.call(attempt)
-
-
-async def _within(seconds: float, event: asyncio.Event) -> bool:
-    """Whether the event happens in time."""
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return False
-    return True
-
-
-# Monarch 0.7 reports a dead process as text only.
-
-
-def _rank(report: str) -> int | None:
-    """The rank that a report names, if any."""
-    found = re.search(r"\{'gpus': (\d+)/\d+\}", report)
-    return int(found[1]) if found else None
-
-
-def _cause(report: str) -> str | None:
-    """How the process ended, if the report knows."""
-    if killed := re.search(r"Killed\(sig=(\d+)\)", report):
-        return f"killed by {signal.Signals(int(killed[1])).name}"
-    if stopped := re.search(r"Stopped\(exit_code=(\d+)\)", report):
-        return f"its process exited with code {stopped[1]}"
-    return "its process exited with code 0" if "process exited cleanly" in report else None

@@ -41,7 +41,8 @@ class RunFailed(RuntimeError):
 class Failure:
     """Why a replica stopped before its end."""
 
-    cause: str
+    cause: str | None
+    """None: a process died, and how is not known."""
     rank: int | None = None
     log: str = ""
     """Path of the log to read, relative to the dump folder."""
@@ -234,6 +235,7 @@ class Controller:
         """Account for a failure and decide what follows: the run may end with it."""
         member.failures += 1
         action = self._policy.next(member.failures)
+        cause = failure.cause or "its process died"
         member.asking.clear()
         member.finished.clear()
         member.has_state = False
@@ -247,7 +249,7 @@ class Controller:
                 attempt=member.attempt,
                 rank=failure.rank,
                 step=member.step,
-                cause=failure.cause,
+                cause=cause,
                 log=failure.log,
                 action=action.value,
             )
@@ -255,15 +257,15 @@ class Controller:
         where = f"replica {member.replica_id}" + ("" if failure.rank is None else f" rank {failure.rank}")
         if action is Action.GIVE_UP:
             member.lost = True
-            self._log(ReplicaLost(replica=member.replica_id, failures=member.failures, cause=failure.cause))
+            self._log(ReplicaLost(replica=member.replica_id, failures=member.failures, cause=cause))
         left = sum(not peer.lost for peer in self._members)
         if alone and not self._restart_alone:
             peers = "no other replica is" if len(self._members) > 1 else "there is no other replica"
-            self._fatal = f"{where} failed and {peers} left to heal from: {failure.cause}"
+            self._fatal = f"{where} failed and {peers} left to heal from: {cause}"
         elif left < self._min_replicas:
             self._fatal = (
                 f"{left} of {len(self._members)} replicas left, monarch.min_replicas is {self._min_replicas}; "
-                f"the last failure: {where}: {failure.cause}"
+                f"the last failure: {where}: {cause}"
             )
         self._changed.set()
         return action
