@@ -29,6 +29,7 @@ OVERRIDES = "laid over the file: training.steps=100 compile.components=[model,lo
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a user's mistake and a failed run are one line on stderr."""
     options = _parser().parse_args(arguments)
+    sys.path.insert(0, os.getcwd())  # as python -m does: a user's own configuration functions are found
     # Until a run has its log files, its libraries' remarks have nowhere to go but the screen.
     logging.getLogger().addHandler(logging.NullHandler())
     return _guarded(options.verb, options)
@@ -55,7 +56,9 @@ def demo(options: argparse.Namespace) -> int:
     from monarch_titan.control.faults import Fault
 
     config = load(Path(__file__).with_name("configs") / "local.toml", *options.overrides)
-    return _run_and_report(config, faults=[Fault(replica=1, rank=1, step=30)])
+    replica = min(1, config.monarch.num_replicas - 1)
+    rank = min(1, config.monarch.ranks_per_replica - 1)
+    return _run_and_report(config, faults=[Fault(replica=replica, rank=rank, step=config.training.steps // 2)])
 
 
 def report(options: argparse.Namespace) -> int:

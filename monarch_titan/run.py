@@ -58,11 +58,12 @@ def train(
         RunFailed: the run could not go on.
         Interrupted: SIGINT or SIGTERM; everything was stopped.
     """
+    resolved = to_toml(config)  # before it is adapted to the machine at hand: another may train it again
     cpu.adapt(config)
     check(config)
     folder = Path(config.dump_folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(to_toml(config))
+    (folder / "config.toml").write_text(resolved)
     summary = RunSummary()
     events = EventLog(folder / "events.jsonl", [summary, *observers])
     if faults:

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import types
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -163,8 +164,8 @@ class QuorumClient:
 
     IDS_PER_LIGHTHOUSE = 1_000_000
 
-    def __init__(self, manager: torchft.Manager, lighthouse_attempt: int) -> None:
-        self.lighthouse_attempt = lighthouse_attempt
+    def __init__(self, manager: torchft.Manager, lighthouse_attempt: Callable[[], int]) -> None:
+        self._attempt = lighthouse_attempt
         self.quorum_id = 0
         self.heal = False
         self._client = manager._client
@@ -174,7 +175,8 @@ class QuorumClient:
         result = self._client._quorum(**request)
         names = [name for name in dir(result) if not name.startswith("_")]
         quorum = types.SimpleNamespace(**{name: getattr(result, name) for name in names})
-        quorum.quorum_id += self.lighthouse_attempt * self.IDS_PER_LIGHTHOUSE
+        # After the answer: the lighthouse may have been restarted while we waited for it.
+        quorum.quorum_id += self._attempt() * self.IDS_PER_LIGHTHOUSE
         self.quorum_id, self.heal = quorum.quorum_id, quorum.heal
         return quorum
 

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from monarch.actor import Actor, Channel, HostMesh, MeshFailure, default_bootstrap_cmd
+from monarch.actor import Channel, HostMesh, MeshFailure, default_bootstrap_cmd
 from monarch.spmd import setup_torch_elastic_env_async
 
 from monarch_titan import upstream
@@ -29,36 +30,47 @@ STOP_SECONDS = 20.0
 REPORT_SECONDS = 1.5
 
 
-class WatchActor(Actor):
-    """Does nothing: its death is reported to the controller, which owns the mesh, with the cause and the rank."""
-
-
 class FaultReports:
-    """Monarch's reports on dead processes, for whoever waits for the one on a mesh; set as ``unhandled_fault_hook``."""
+    """How processes died, out of Monarch's reports to the owner of their meshes; set as ``unhandled_fault_hook``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._expected: dict[str, asyncio.Future[str]] = {}
-
-    def expect(self, name: str) -> asyncio.Future[str]:
-        """The first report on the mesh of this name."""
-        return self._expected.setdefault(name, self._loop.create_future())
+        self._causes: list[tuple[float, str]] = []
+        self._changed = asyncio.Event()
 
     def __call__(self, failure: MeshFailure) -> None:
         """Called by Monarch, from any thread, for every dead process; without a hook it would stop the program."""
-        self._loop.call_soon_threadsafe(self._take, failure.mesh_name.rpartition("-")[0], failure.report())
+        self._loop.call_soon_threadsafe(self._take, failure.report())
 
-    def _take(self, name: str, report: str) -> None:
-        print(name, report, file=sys.stderr)
-        if name in self._expected and not self._expected[name].done():
-            self._expected[name].set_result(report)
+    def _take(self, report: str) -> None:
+        print(report, file=sys.stderr)
+        if (cause := upstream.read_process_report(report)[1]) is not None:
+            self._causes.append((time.monotonic(), cause))
+            self._changed.set()
+
+    async def cause(self) -> str | None:
+        """How the process died that somebody has just noticed; None if Monarch does not say so in time.
+
+        Several reports come for one process. Most only say that it does not answer, and the one that says why bears a
+        name that leads nowhere: it is known by its time.
+        """
+        since = time.monotonic() - REPORT_SECONDS
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_SECONDS):
+                while True:
+                    for at, cause in reversed(self._causes):
+                        if at >= since:
+                            return cause
+                    self._changed.clear()
+                    await self._changed.wait()
+        return None
 
 
 class ReplicaProcesses:
     """A launched replica: its trainer processes and the process of its ReplicaActor."""
 
-    def __init__(self, trainers: Any, proc: Any, actor: Any, report: asyncio.Future[str]) -> None:
-        self._trainers, self._proc, self._actor, self._report = trainers, proc, actor, report
+    def __init__(self, trainers: Any, proc: Any, actor: Any, reports: FaultReports) -> None:
+        self._trainers, self._proc, self._actor, self._reports = trainers, proc, actor, reports
         self._stopped = asyncio.Event()
 
     @classmethod
@@ -78,12 +90,10 @@ class ReplicaProcesses:
             command = fork_server.bootstrap(environment)
         else:
             command = default_bootstrap_cmd().with_env(environment)
-        name = f"replica{launch.replica}attempt{launch.attempt}"
         trainers = host.spawn_procs({"gpus": ranks}, name=f"trainers{launch.replica}", bootstrap_command=command)
         proc = host.spawn_procs(name=f"replica{launch.replica}")
         actor = proc.spawn("replica", ReplicaActor, trainers, launch, port)
-        trainers.spawn(name, WatchActor)
-        processes = cls(trainers, proc, actor, reports.expect(name))
+        processes = cls(trainers, proc, actor, reports)
         try:
             await setup_torch_elastic_env_async(trainers)
         except BaseException:
@@ -99,11 +109,7 @@ class ReplicaProcesses:
             return Failure(cause=f"its replica actor died: {_explained(error)}")
         if failure is None or failure.cause is not None:
             return failure
-        try:
-            rank, cause = upstream.read_process_report(await asyncio.wait_for(self._report, REPORT_SECONDS))
-        except TimeoutError:
-            return failure
-        return dataclasses.replace(failure, cause=cause, rank=rank if failure.rank is None else failure.rank)
+        return dataclasses.replace(failure, cause=await self._reports.cause())
 
     async def attend(self) -> None:
         await self._unless_stopped(self._actor.attend.call_one())

@@ -15,7 +15,7 @@ import os
 import pkgutil
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any

@@ -170,7 +170,7 @@ class Controller:
         match message:
             case Step():
                 self._members[message.replica].step = message.step
-            case OuterStep(committed=True):
+            case OuterStep(committed=True, contributed=True):
                 self._members[message.replica].failures = 0
             case ReplicaState():
                 self._compare(message)

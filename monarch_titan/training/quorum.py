@@ -74,7 +74,7 @@ class ReplicaManager(torchft.Manager):
             quorum_retries=LIGHTHOUSE_RETRIES,
         )
         self.context = context
-        self.client = upstream.QuorumClient(self, context.lighthouse_attempt)
+        self.client = upstream.QuorumClient(self, lambda: context.lighthouse_attempt)
         self.held = False
         """Whether this replica has trained all steps and only helps others."""
         self.needs_state = context.attempt > 0 and monarch.num_replicas > 1
