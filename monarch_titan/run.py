@@ -72,11 +72,11 @@ def train(
     status, reason = "failed", "internal error"
     events(_run_started(config, folder))
     try:
-        with _output_to(folder / "controller.log"):
+        with _terminable(), _output_to(folder / "controller.log"):
             asyncio.run(_Run(config, folder, events).run())
         status, reason = "succeeded", ""
-    except Interrupted as stop:
-        status, reason = "interrupted", stop.signal.name
+    except KeyboardInterrupt as stop:
+        status, reason = "interrupted", str(stop) or signal.SIGINT.name
         raise
     except RunFailed as failure:
         reason = str(failure)
@@ -226,6 +226,20 @@ async def _interruptible(run: Any) -> None:
 
 async def _awaited(awaitable: Any) -> Any:
     return await awaitable
+
+
+@contextlib.contextmanager
+def _terminable() -> Generator[None]:
+    """Make SIGTERM an Interrupted, as Python makes SIGINT a KeyboardInterrupt, also before the loop takes over."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise Interrupted(signal.Signals(number))
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def test_config_toml_trains_again(tmp_path: Path) -> None:
 
 def test_torchrun_trains_one_replica_plainly(tmp_path: Path) -> None:
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "monarch_titan.train", *TITAN, "--dump_folder", str(tmp_path / "run")),
     ]
     with TrainingRun(tmp_path, command=command) as run:
@@ -97,7 +97,7 @@ def test_loss_of_two_replicas_falls_on_real_text(tmp_path: Path) -> None:
         assert run.finish() == 0, run.terminal()
         for replica in (0, 1):
             losses = [event.loss for event in run.events(Step) if event.replica == replica]
-            assert sum(losses[-5:]) / 5 < 0.6 * sum(losses[:5]) / 5, losses
+            assert sum(losses[-5:]) / 5 < 0.8 * sum(losses[:5]) / 5, losses
         assert run.events(RunFinished)[-1].status == "succeeded"
 
 
