@@ -58,6 +58,8 @@ def train(
         RunFailed: the run could not go on.
         Interrupted: SIGINT or SIGTERM; everything was stopped.
     """
+    if config.debug.seed is None:
+        config.debug.seed = 0  # replicas start equal by starting from one seed; TorchTitan would draw one for each
     resolved = to_toml(config)  # before it is adapted to the machine at hand: another may train it again
     cpu.adapt(config)
     check(config)
@@ -188,7 +190,7 @@ class _Run:
 
         monarch_ = self._config.monarch
         lighthouse = await LighthouseProcess.launch(
-            self._job.hosts(), self._lighthouse_port, monarch_.live_replicas_needed, monarch_.lighthouse
+            self._job.hosts(), self._lighthouse_port, monarch_.live_replicas_needed, monarch_.lighthouse, self._reports
         )
         self._lighthouse_port = lighthouse.port
         self._events(LighthouseStarted(address=self._lighthouse_address, attempt=attempt, pid=lighthouse.pid))

@@ -15,6 +15,7 @@ when it is killed itself. This is for the CPU only: an accelerator's driver does
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -97,6 +98,17 @@ class ForkServer:
             raise ForkServerError("the fork server was not started")
         return [sys.executable, "-I", "-S", str(CLIENT), self._server.socket]
 
+    async def exit_code(self, pid: int, timeout: float = 0.5) -> int | None:
+        """How a forked proc ended, as ``subprocess`` puts it (-9: SIGKILL); None when it is not known in time."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self._server is not None:
+            if (code := self._server.ended().get(pid)) is not None:
+                return code
+            if asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(0.02)
+        return None
+
     def stop(self) -> None:
         """Kill the server and every proc it forked, and return when they are gone."""
         self._ready = False
@@ -123,6 +135,17 @@ class _Running:
                 start_new_session=True,  # Ctrl-C reaches the procs through Monarch and their clients
             )
         self.pid = self.process.pid
+        self._ended: dict[int, int] = {}
+        self._unread = b""
+
+    def ended(self) -> dict[int, int]:
+        """Process id -> exit code of the procs that have ended."""
+        with contextlib.suppress(BlockingIOError):
+            while received := self.lifeline.recv(65536):
+                self._unread += received
+        *lines, self._unread = self._unread.split(b"\n")
+        self._ended |= {int(pid): int(code) for pid, code in map(bytes.split, lines)}
+        return self._ended
 
     @property
     def exit_code(self) -> int | None:

@@ -90,6 +90,7 @@ class Server:
     """Forks procs and ties their lives to those of their clients, in one thread and one poll loop."""
 
     def __init__(self, lifeline: socket.socket, listener: socket.socket) -> None:
+        self.lifeline = lifeline
         self.pid = os.getpid()
         self.orphaned = False
         self.procs: list[Proc] = []
@@ -145,6 +146,8 @@ class Server:
         code = os.waitstatus_to_exitcode(status)
         with contextlib.suppress(OSError):  # the client ended first
             proc.client.send(code.to_bytes(2, "big", signed=True))
+        with contextlib.suppress(OSError):  # a controller that never reads is not waited for
+            self.lifeline.send(f"{proc.pid} {code}\n".encode(), socket.MSG_DONTWAIT)
 
     def _client_spoke(self, proc: Proc) -> None:
         """Pass signals on to the proc; a client that was killed takes the proc along."""

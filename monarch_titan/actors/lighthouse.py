@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 
 from monarch.actor import Actor, concurrent_endpoint
 
@@ -14,8 +15,8 @@ class LighthouseActor(Actor):
     """Holds a ``LighthouseServer`` for as long as its process lives."""
 
     @concurrent_endpoint
-    async def start(self, port: int, min_replicas: int, options: Lighthouse) -> tuple[int, int]:
-        """Serve on ``port`` (0: any) of all interfaces; returns the port and the process id."""
+    async def start(self, port: int, min_replicas: int, options: Lighthouse) -> int:
+        """Serve on ``port`` (0: any) of all interfaces; returns the port."""
         from torchft.coordination import LighthouseServer
 
         self.server = LighthouseServer(
@@ -25,7 +26,12 @@ class LighthouseActor(Actor):
             quorum_tick_ms=options.quorum_tick_ms,
             heartbeat_timeout_ms=options.heartbeat_timeout_ms,
         )
-        return int(self.server.address().rpartition(":")[2]), os.getpid()
+        return int(self.server.address().rpartition(":")[2])
+
+    @concurrent_endpoint
+    async def process(self) -> tuple[str, int]:
+        """Host name and process id."""
+        return socket.gethostname(), os.getpid()
 
     @concurrent_endpoint
     async def run(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import socket
 import sys
 import time
 from collections.abc import Awaitable
@@ -18,6 +19,7 @@ from monarch_titan.actors.forkserver import ForkServer
 from monarch_titan.actors.lighthouse import LighthouseActor
 from monarch_titan.actors.replica import ReplicaActor
 from monarch_titan.actors.trainer import TrainerLaunch
+from monarch_titan.actors.watch import watched
 from monarch_titan.config.sections import Lighthouse
 from monarch_titan.control.controller import Failure
 
@@ -69,8 +71,9 @@ class FaultReports:
 class ReplicaProcesses:
     """A launched replica: its trainer processes and the process of its ReplicaActor."""
 
-    def __init__(self, trainers: Any, proc: Any, actor: Any, reports: FaultReports) -> None:
-        self._trainers, self._proc, self._actor, self._reports = trainers, proc, actor, reports
+    def __init__(self, trainers: Any, proc: Any, reports: FaultReports, fork_server: ForkServer | None) -> None:
+        self._trainers, self._proc, self._reports, self._fork_server = trainers, proc, reports, fork_server
+        self._actor: Any = None
         self._stopped = asyncio.Event()
 
     @classmethod
@@ -91,10 +94,9 @@ class ReplicaProcesses:
         else:
             command = default_bootstrap_cmd().with_env(environment)
         trainers = host.spawn_procs({"gpus": ranks}, name=f"trainers{launch.replica}", bootstrap_command=command)
-        proc = host.spawn_procs(name=f"replica{launch.replica}")
-        actor = proc.spawn("replica", ReplicaActor, trainers, launch, port)
-        processes = cls(trainers, proc, actor, reports)
+        processes = cls(trainers, host.spawn_procs(name=f"replica{launch.replica}"), reports, fork_server)
         try:
+            processes._actor = processes._proc.spawn("replica", ReplicaActor, trainers, launch, port)
             await setup_torch_elastic_env_async(trainers)
         except BaseException:
             await processes.stop()
@@ -104,12 +106,21 @@ class ReplicaProcesses:
     async def run(self) -> Failure | None:
         """Train; see control.controller.Replica."""
         try:
-            failure = await self._actor.run.call_one()
+            failure = await _while_alive(self._actor, self._actor.run)
+        except ProcessEnded:
+            return Failure(cause=f"its replica actor died: {await self._reports.cause() or 'its process is gone'}")
         except Exception as error:
             return Failure(cause=f"its replica actor died: {_explained(error)}")
         if failure is None or failure.cause is not None:
             return failure
-        return dataclasses.replace(failure, cause=await self._reports.cause())
+        return dataclasses.replace(failure, cause=await self._cause(failure))
+
+    async def _cause(self, failure: Failure) -> str | None:
+        """How a trainer's process ended: its parent knows, or else Monarch may say so."""
+        if self._fork_server is not None and failure.pid is not None:
+            code = await self._fork_server.exit_code(failure.pid)
+            return None if code is None else upstream.describe_exit(code)
+        return await self._reports.cause()
 
     async def attend(self) -> None:
         await self._unless_stopped(self._actor.attend.call_one())
@@ -138,32 +149,57 @@ class ReplicaProcesses:
 class LighthouseProcess:
     """The process of a LighthouseActor."""
 
-    def __init__(self, proc: Any, actor: Any, port: int, pid: int) -> None:
-        self._proc, self._actor = proc, actor
+    def __init__(self, proc: Any, actor: Any, reports: FaultReports, port: int, pid: int) -> None:
+        self._proc, self._actor, self._reports = proc, actor, reports
         self.port, self.pid = port, pid
 
     @classmethod
-    async def launch(cls, host: HostMesh, port: int, min_replicas: int, options: Lighthouse) -> LighthouseProcess:
+    async def launch(
+        cls, host: HostMesh, port: int, min_replicas: int, options: Lighthouse, reports: FaultReports
+    ) -> LighthouseProcess:
         """Start a quorum server on ``port`` (0: any)."""
         proc = host.spawn_procs(name="lighthouse")
         actor = proc.spawn("lighthouse", LighthouseActor)
         try:
-            port, pid = await actor.start.call_one(port, min_replicas, options)
+            port = await actor.start.call_one(port, min_replicas, options)
+            _, pid = await actor.process.call_one()
         except BaseException:
             await _stop(proc)
             raise
-        return cls(proc, actor, port, pid)
+        return cls(proc, actor, reports, port, pid)
 
     async def run(self) -> str:
         """Wait until the process is gone; the cause."""
         try:
-            await self._actor.run.call_one()
+            await _while_alive(self._actor, self._actor.run)
+        except ProcessEnded:
+            return await self._reports.cause() or "its process is gone"
         except Exception as error:
             return _explained(error)
         return "it returned"
 
     async def stop(self) -> None:
         await _stop(self._proc)
+
+
+class ProcessEnded(Exception):
+    """The process of an actor on this host has ended."""
+
+
+async def _while_alive(actor: Any, endpoint: Any) -> Any:
+    """What an endpoint returns. Raises ProcessEnded as soon as the actor's process is gone, if it is on this host."""
+    host, pid = await actor.process.call_one()
+    with watched(pid) if host == socket.gethostname() else contextlib.nullcontext(asyncio.Event()) as ended:
+        call, end = asyncio.create_task(_awaited(endpoint.call_one())), asyncio.create_task(ended.wait())
+        try:
+            await asyncio.wait([call, end], return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise ProcessEnded
+            return call.result()
+        finally:
+            call.cancel()
+            end.cancel()
+            await asyncio.gather(call, end, return_exceptions=True)
 
 
 async def _awaited(call: Awaitable[T]) -> T:

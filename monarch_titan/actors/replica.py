@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Generator
 from typing import Any
 
 from monarch.actor import Actor, Channel, MeshFailure, ProcMesh, concurrent_endpoint
 
 from monarch_titan import upstream
 from monarch_titan.actors.trainer import TrainerActor, TrainerLaunch
+from monarch_titan.actors.watch import watched
 from monarch_titan.control.controller import Failure
 from monarch_titan.control.events import ReplicaStarted
 
@@ -32,6 +32,7 @@ class ReplicaActor(Actor):
     def __init__(self, mesh: ProcMesh, launch: TrainerLaunch, port: Channel) -> None:
         self.mesh, self.launch, self.port = mesh, launch, port
         self.trainers: Any = None
+        self.pids: dict[int, int] = {}
         self.process_died = asyncio.Event()
         self.dead_ranks: list[int] = []
         """Ranks of this host whose process is gone, in order."""
@@ -48,6 +49,11 @@ class ReplicaActor(Actor):
         self.process_died.set()
 
     @concurrent_endpoint
+    async def process(self) -> tuple[str, int]:
+        """Host name and process id."""
+        return socket.gethostname(), os.getpid()
+
+    @concurrent_endpoint
     async def run(self) -> Failure | None:
         """Train on all ranks; None once all were released, or what went wrong first."""
         self.trainers = self.mesh.spawn("trainer", TrainerActor, self.launch, self.port)
@@ -56,8 +62,18 @@ class ReplicaActor(Actor):
         self.port.send(
             ReplicaStarted(replica=self.launch.replica, attempt=self.launch.attempt, pids=pids, actor_pid=os.getpid())
         )
-        with self._watched({rank: pid for rank, (host, pid) in processes.items() if host == socket.gethostname()}):
-            return await self._train_all(list(processes))
+        self.pids = pids
+        with contextlib.ExitStack() as watches:
+            here = [rank for rank, (host, _) in processes.items() if host == socket.gethostname()]
+            waits = [
+                asyncio.create_task(self._wait_for_end(rank, watches.enter_context(watched(pids[rank]))))
+                for rank in here
+            ]
+            try:
+                return await self._train_all(list(processes))
+            finally:
+                for wait in waits:
+                    wait.cancel()
 
     async def _train_all(self, ranks: list[int]) -> Failure | None:
         died = asyncio.create_task(self.process_died.wait())
@@ -78,30 +94,10 @@ class ReplicaActor(Actor):
             self._note(str(error))
             return "its process died"
 
-    @contextlib.contextmanager
-    def _watched(self, pids: dict[int, int]) -> Generator[None]:
-        """Notice at once when a process of this host ends; Monarch's supervision takes 0.1 to 2 s."""
-        loop, descriptors = asyncio.get_running_loop(), []
-
-        def ended(rank: int, descriptor: int) -> None:
-            loop.remove_reader(descriptor)
-            self.dead_ranks.append(rank)
-            self.process_died.set()
-
-        for rank, pid in pids.items():
-            try:
-                descriptors.append(descriptor := os.pidfd_open(pid))
-            except ProcessLookupError:
-                self.dead_ranks.append(rank)
-                self.process_died.set()
-            else:
-                loop.add_reader(descriptor, ended, rank, descriptor)
-        try:
-            yield
-        finally:
-            for descriptor in descriptors:
-                loop.remove_reader(descriptor)
-                os.close(descriptor)
+    async def _wait_for_end(self, rank: int, ended: asyncio.Event) -> None:
+        await ended.wait()
+        self.dead_ranks.append(rank)
+        self.process_died.set()
 
     async def _failure(self, rank: int | None, cause: str | None) -> Failure:
         """The root of a failure: a process that died, or else the exception of the first rank that reported one."""
@@ -117,7 +113,8 @@ class ReplicaActor(Actor):
 
     def _made(self, rank: int | None, cause: str | None) -> Failure:
         log = self.launch.log(0 if rank is None else rank)
-        return Failure(cause=cause, rank=rank, log=f"{log.parent.name}/{log.name}")
+        pid = None if rank is None else self.pids[rank]
+        return Failure(cause=cause, rank=rank, pid=pid, log=f"{log.parent.name}/{log.name}")
 
     @concurrent_endpoint
     async def attend(self) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from monarch_titan.control.events import (
     Event,
     LighthouseFailed,
     OuterStep,
     OuterStepCommitted,
-    QuorumFormed,
-    QuorumRequested,
     ReplicaFailed,
     ReplicaFinished,
     ReplicaLost,
@@ -23,11 +20,12 @@ from monarch_titan.control.events import (
     Step,
     TrainerFinished,
 )
+from monarch_titan.control.finish import Finish
 from monarch_titan.control.ledger import DataLedger
+from monarch_titan.control.member import Changes, Failure, Launch, Member, Replica
 from monarch_titan.control.recovery import Action, RecoveryPolicy
 
-# Held replicas attend quorums until the late one has its own. Between two of them, to leave it time to ask.
-ATTEND_AGAIN_SECONDS = 0.3
+__all__ = ["Controller", "Failure", "Launch", "LighthouseServer", "Replica", "RunFailed"]
 
 # A replica that is told of a new lighthouse answers at once or is failing.
 ANNOUNCE_SECONDS = 5.0
@@ -35,48 +33,6 @@ ANNOUNCE_SECONDS = 5.0
 
 class RunFailed(RuntimeError):
     """The run cannot go on or did not end well; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """Why a replica stopped before its end."""
-
-    cause: str | None
-    """None: a process died, and how is not known."""
-    rank: int | None = None
-    log: str = ""
-    """Path of the log to read, relative to the dump folder."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """What a replica is launched with."""
-
-    replica: int
-    attempt: int
-    action: Action
-    positions: dict[int, Any]
-    """Rank -> data position to go on from."""
-    lighthouse_attempt: int
-
-
-class Replica(Protocol):
-    """A launched replica, as the controller drives it."""
-
-    async def run(self) -> Failure | None:
-        """Train; None when all ranks have left after ``release()``."""
-
-    async def attend(self) -> None:
-        """Have a replica that waits at the end take part in one more quorum."""
-
-    async def announce_lighthouse(self, attempt: int) -> None:
-        """Tell all ranks that the lighthouse will be restarted."""
-
-    async def release(self) -> None:
-        """Let a replica that waits at the end leave."""
-
-    async def stop(self) -> None:
-        """End all processes of the replica, whatever state they are in."""
 
 
 class LighthouseServer(Protocol):
@@ -87,24 +43,6 @@ class LighthouseServer(Protocol):
 
     async def stop(self) -> None:
         """End its process."""
-
-
-@dataclass(slots=True)
-class _Member:
-    """A replica's place in the run, over all its attempts."""
-
-    replica_id: int
-    replica: Replica | None = None
-    attempt: int = 0
-    failures: int = 0
-    step: int = 0
-    has_state: bool = True
-    """Whether a peer can heal from it: true from the start and again once it has healed."""
-    lost: bool = False
-    asking: set[int] = field(default_factory=set)
-    """Ranks that wait for a quorum."""
-    finished: dict[int, TrainerFinished] = field(default_factory=dict)
-    """Ranks that have trained all steps and are held."""
 
 
 class Controller:
@@ -130,91 +68,89 @@ class Controller:
         restart_alone: bool = False,
     ) -> None:
         self._launch, self._start_lighthouse = launch, start_lighthouse
-        self._min_replicas, self._ranks = min_replicas, ranks_per_replica
-        self._policy, self._log, self._restart_alone = policy, log, restart_alone
-        self._members = [_Member(replica_id) for replica_id in range(num_replicas)]
+        self._min_replicas, self._policy, self._log, self._restart_alone = min_replicas, policy, log, restart_alone
+        self._members = [Member(replica_id, ranks_per_replica) for replica_id in range(num_replicas)]
+        self._changes = Changes()
+        self._end = Finish(self._members, self._changes)
         self._ledger = DataLedger(ranks_per_replica)
         self._states: dict[tuple[int, int], tuple[int, str, str]] = {}
         self._lighthouse_attempt = 0
-        self._changed = asyncio.Event()
         self._released = False
         self._fatal: str | None = None
 
     async def run(self) -> None:
         """Return once every replica has finished and all agree. Raises RunFailed when that cannot be reached."""
-        lighthouse = await self._start_lighthouse(0)
-        tasks = [asyncio.create_task(self._supervise(member)) for member in self._members]
-        helpers = [
-            asyncio.create_task(self._keep_lighthouse(lighthouse)),
-            asyncio.create_task(self._attend()),
-            asyncio.create_task(self._finish()),
-        ]
-        fatal = asyncio.create_task(self._until(lambda: self._fatal is not None))
+        lighthouse = await self._new_lighthouse()
+        ends = {asyncio.create_task(task) for task in (self._finish(), *map(self._supervise, self._members))}
+        endless = {
+            asyncio.create_task(task)
+            for task in (self._fail(), self._keep_lighthouse(lighthouse), *map(self._end.attend, self._members))
+        }
         try:
-            done, _ = await asyncio.wait([fatal, *helpers, asyncio.gather(*tasks)], return_when=asyncio.FIRST_COMPLETED)
-            if self._fatal is not None:
-                raise RunFailed(self._fatal)
-            for task in done:
-                task.result()
-            await asyncio.gather(*tasks)
+            while ends:
+                done, _ = await asyncio.wait(ends | endless, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                ends -= done
         finally:
-            await _cancel(fatal, *helpers, *tasks)
+            await _cancel(*ends, *endless)
 
     def receive(self, message: Event | Report) -> None:
         """Take what a trainer reports. Reports of an attempt that is over are dropped."""
         if isinstance(message, Report):
-            member = self._members[message.replica]
-            if message.attempt == member.attempt:
-                self._receive_report(member, message)
+            self._receive_report(message)
             return
         match message:
             case Step():
                 self._members[message.replica].step = message.step
             case OuterStep(committed=True, contributed=True):
+                # The outer step that follows healing takes no training: whoever fails in every window of its own
+                # would never be given up.
                 self._members[message.replica].failures = 0
             case ReplicaState():
                 self._compare(message)
         self._log(message)
 
-    def _receive_report(self, member: _Member, report: Report) -> None:
-        match report:
-            case QuorumRequested():
-                member.asking.add(report.rank)
-            case QuorumFormed():
-                member.asking.discard(report.rank)
-                member.has_state = True
-            case OuterStepCommitted():
-                self._ledger.record(report.replica, report.rank, report.outer_step, report.data)
-            case TrainerFinished():
-                member.finished[report.rank] = report
-                if self._is_held(member):
-                    first = member.finished[0]
-                    self._log(ReplicaFinished(replica=report.replica, step=first.step, outer_step=first.outer_step))
-        self._changed.set()
+    def _receive_report(self, report: Report) -> None:
+        member = self._members[report.replica]
+        if isinstance(report, OuterStepCommitted):
+            # Also of an attempt that has just failed: the global parameters have seen these samples.
+            self._ledger.record(report.replica, report.attempt, report.rank, report.outer_step, report.data)
+        if report.attempt != member.attempt:
+            return
+        member.take(report)
+        if isinstance(report, TrainerFinished) and member.held and len(member.outer_steps) == 1:
+            self._log(ReplicaFinished(replica=report.replica, step=report.step, outer_step=report.outer_step))
+        self._changes.notify()
 
-    def _is_held(self, member: _Member) -> bool:
-        return len(member.finished) == self._ranks
+    def _fail_with(self, reason: str) -> None:
+        self._fatal = self._fatal or reason
+        self._changes.notify()
+
+    async def _fail(self) -> None:
+        await self._changes.until(lambda: self._fatal is not None)
+        raise RunFailed(self._fatal)
 
     # Replicas ------------------------------------------------------------------------------------------------------
 
-    async def _supervise(self, member: _Member) -> None:
+    async def _supervise(self, member: Member) -> None:
         """Run one replica to its end, relaunching it as the policy allows."""
-        action: Action | None = await self._attempt(member, Action.START)
+        action: Action | None = Action.START
         while action is not None and action is not Action.GIVE_UP:
             await asyncio.sleep(self._policy.delay(member.failures))
-            member.attempt += 1
             action = await self._attempt(member, action)
 
-    async def _attempt(self, member: _Member, action: Action) -> Action | None:
+    async def _attempt(self, member: Member, action: Action) -> Action | None:
         """One life of a replica, from its launch until nothing is left of it; what to do next, None when it is done."""
         launch = Launch(
             replica=member.replica_id,
             attempt=member.attempt,
             action=action,
-            positions=self._ledger.positions(member.replica_id),
+            # A checkpoint knows the position that belongs to it.
+            positions=self._ledger.positions(member.replica_id) if self._heals() else {},
             lighthouse_attempt=self._lighthouse_attempt,
         )
-        replica, failure = None, None
+        replica = None
         try:
             try:
                 replica = member.replica = await self._launch(launch)
@@ -222,31 +158,31 @@ class Controller:
                     await replica.announce_lighthouse(self._lighthouse_attempt)
                 failure = await replica.run()
             except Exception as error:
-                failure = Failure(cause=f"{type(error).__name__}: {error}".splitlines()[0])
-            if failure is None or self._released:
+                failure = Failure(cause=_in_a_line(error))
+            if self._released:
                 return None
+            assert failure is not None, "a replica stays until it is released"
             return self._failed(member, failure)
         finally:
             member.replica = None
             if replica is not None:
-                await replica.stop()
+                await _to_its_end(replica.stop())
 
-    def _failed(self, member: _Member, failure: Failure) -> Action:
+    def _heals(self) -> bool:
+        """Whether a replica that is launched now can take the state of a peer."""
+        return any(member.has_state for member in self._members)
+
+    def _failed(self, member: Member, failure: Failure) -> Action:
         """Account for a failure and decide what follows: the run may end with it."""
+        attempt, cause = member.attempt, failure.cause or "its process died"
         member.failures += 1
-        action = self._policy.next(member.failures)
-        cause = failure.cause or "its process died"
-        member.asking.clear()
-        member.finished.clear()
-        member.has_state = False
-        self._ledger.forget_incomplete(member.replica_id)
-        alone = not any(peer.has_state for peer in self._members)
-        if alone and not self._restart_alone:
-            action = Action.GIVE_UP
+        member.end_attempt()
+        alone = not self._heals() and not self._restart_alone
+        action = Action.GIVE_UP if alone else self._policy.next(member.failures)
         self._log(
             ReplicaFailed(
                 replica=member.replica_id,
-                attempt=member.attempt,
+                attempt=attempt,
                 rank=failure.rank,
                 step=member.step,
                 cause=cause,
@@ -259,100 +195,90 @@ class Controller:
             member.lost = True
             self._log(ReplicaLost(replica=member.replica_id, failures=member.failures, cause=cause))
         left = sum(not peer.lost for peer in self._members)
-        if alone and not self._restart_alone:
+        if alone:
             peers = "no other replica is" if len(self._members) > 1 else "there is no other replica"
-            self._fatal = f"{where} failed and {peers} left to heal from: {cause}"
+            self._fail_with(f"{where} failed and {peers} left to heal from: {cause}")
         elif left < self._min_replicas:
-            self._fatal = (
+            self._fail_with(
                 f"{left} of {len(self._members)} replicas left, monarch.min_replicas is {self._min_replicas}; "
                 f"the last failure: {where}: {cause}"
             )
-        self._changed.set()
+        self._changes.notify()
         return action
 
-    # The end of the run --------------------------------------------------------------------------------------------
-
-    async def _attend(self) -> None:
-        """While a replica asks for a quorum, have those that are held at the end take part, so that it can heal."""
-
-        def wanted() -> bool:
-            return bool(self._held()) and any(m.asking and not self._is_held(m) for m in self._members)
-
-        while True:
-            await self._until(wanted)
-            await self._all_attend()
-            await asyncio.sleep(ATTEND_AGAIN_SECONDS)
-
-    def _held(self) -> list[Replica]:
-        return [m.replica for m in self._members if m.replica is not None and self._is_held(m)]
-
-    async def _all_attend(self) -> None:
-        # One that fails meanwhile is relaunched by its own supervision.
-        await asyncio.gather(*(replica.attend() for replica in self._held()), return_exceptions=True)
+    # Their agreement -----------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Once all are held or lost: align, compare, release."""
-
-        def all_held() -> bool:
-            return all(m.lost or (self._is_held(m) and m.replica is not None) for m in self._members)
-
-        await self._until(all_held)
-        if len({m.finished[0].outer_step for m in self._members if not m.lost}) > 1:
-            # The last outer step committed on some replicas only: one more quorum heals the others.
-            await self._all_attend()
-            await self._until(all_held)
-        finals: dict[int, set[tuple[int, str]]] = {}
-        for member in self._members:
-            for rank, report in member.finished.items():
-                finals.setdefault(rank, set()).add((report.outer_step, report.state))
-        if different := [rank for rank, states in finals.items() if len(states) > 1]:
-            self._fatal = f"the replicas' global parameters differ at the end, on rank {different[0]}"
-            self._changed.set()
-            return
+        """Let all replicas leave once they have finished and agree."""
+        if (difference := await self._end.reached()) is not None:
+            raise RunFailed(difference)
         self._released = True
-        await asyncio.gather(*(replica.release() for replica in self._held()), return_exceptions=True)
+        await self._end.release()
 
     def _compare(self, state: ReplicaState) -> None:
         """Fail the run when two replicas have committed different global parameters in the same outer step."""
         found = (state.replica, state.global_parameters, state.outer_optimizer)
         first = self._states.setdefault((state.outer_step, state.rank), found)
-        if first[1:] != found[1:]:
-            self._fatal = (
+        # One that restarts from its checkpoint takes outer steps again, on other data.
+        if first[0] != state.replica and first[1:] != found[1:]:
+            self._fail_with(
                 f"replicas {first[0]} and {state.replica} differ after outer step {state.outer_step}, "
                 f"on rank {state.rank}"
             )
-            self._changed.set()
         # Two outer steps are enough to compare; a month of them would fill the memory.
         self._states = {key: value for key, value in self._states.items() if key[0] > state.outer_step - 2}
 
     # The lighthouse ------------------------------------------------------------------------------------------------
 
+    async def _new_lighthouse(self) -> LighthouseServer:
+        try:
+            return await self._start_lighthouse(self._lighthouse_attempt)
+        except Exception as error:
+            raise RunFailed(f"the lighthouse cannot be started: {_in_a_line(error)}") from error
+
     async def _keep_lighthouse(self, lighthouse: LighthouseServer) -> None:
         """Restart the quorum server whenever it is gone."""
-        try:
-            while True:
+        while True:
+            try:
                 cause = await lighthouse.run()
-                await lighthouse.stop()
                 self._lighthouse_attempt += 1
                 self._log(LighthouseFailed(cause=cause))
-                replicas = [member.replica for member in self._members if member.replica is not None]
-                announcements = [replica.announce_lighthouse(self._lighthouse_attempt) for replica in replicas]
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(ANNOUNCE_SECONDS):
-                        await asyncio.gather(*announcements, return_exceptions=True)
-                lighthouse = await self._start_lighthouse(self._lighthouse_attempt)
-        finally:
-            await lighthouse.stop()
+            finally:
+                await _to_its_end(lighthouse.stop())
+            await self._announce_lighthouse()
+            lighthouse = await self._new_lighthouse()
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await self._changed.wait()
-            if condition():
-                return
-            self._changed.clear()
+    async def _announce_lighthouse(self) -> None:
+        """Tell the replicas that run; one that is being launched learns it afterwards."""
+        replicas = [member.replica for member in self._members if member.replica is not None]
+        calls = [replica.announce_lighthouse(self._lighthouse_attempt) for replica in replicas]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANNOUNCE_SECONDS):
+                await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _in_a_line(error: Exception) -> str:
+    """What an exception says, its traceback and the rest of its message left out."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await _to_its_end(asyncio.gather(*tasks, return_exceptions=True))
+
+
+async def _to_its_end(work: Awaitable[object]) -> None:
+    """Await what must not be cut short: a cancellation is raised when it has ended."""
+    future, cancelled = asyncio.ensure_future(work), None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    try:
+        future.result()
+    finally:
+        if cancelled is not None:
+            raise cancelled

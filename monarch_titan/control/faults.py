@@ -35,11 +35,14 @@ class Injector:
             case Step():
                 due = [f for f in self._pending if f.replica == event.replica and f.step <= event.step]
                 for fault in due:
-                    self._pending.remove(fault)
                     self._inject(fault, event.step)
 
     def _inject(self, fault: Fault, step: int) -> None:
         pid = self._pids[fault.replica, fault.rank]
-        os.kill(pid, fault.signal)
+        try:
+            os.kill(pid, fault.signal)
+        except ProcessLookupError:
+            return  # it has just died by itself: the fault waits for its successor
+        self._pending.remove(fault)
         name = fault.signal.name
         self._log(FaultInjected(replica=fault.replica, rank=fault.rank, step=step, pid=pid, signal=name))

@@ -46,4 +46,5 @@ class RecoveryPolicy:
         """Seconds to wait before the relaunch that follows this many failures in a row."""
         if failures <= 1:
             return 0.0
-        return min(self.max_backoff_seconds, self.backoff_seconds * 2.0 ** (failures - 2))
+        doublings = min(failures - 2, 100)  # a float has no more than 1023
+        return min(self.max_backoff_seconds, self.backoff_seconds * 2.0**doublings)

@@ -82,6 +82,17 @@ def test_torchrun_trains_one_replica_plainly(tmp_path: Path) -> None:
         assert run.left_over() == []
 
 
+def test_spawned_trainers_start_from_one_seed_without_being_given_one(tmp_path: Path) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text('[torchtitan]\nmodule = "monarch_titan"\nconfig = "llama3_debug_diloco"\n[debug]\nseed = "null"\n')
+    overrides = [*OVERRIDES, "monarch.fork_server=false"]
+    with TrainingRun(tmp_path, *overrides, config=base) as run:
+        assert run.finish() == 0, run.terminal()
+        assert len([event for event in run.events(OuterStep) if event.committed]) == 4
+        assert "seed = 0" in (run.folder / "config.toml").read_text()
+        assert run.left_over() == []
+
+
 def test_mixture_of_experts_trains(tmp_path: Path) -> None:
     config = ROOT / "configs" / "deepseek_v3.toml"
     overrides = ["training.steps=8", "fault_tolerance.sync_steps=4", "training.seq_len=32"]

@@ -48,7 +48,8 @@ def test_sigkill_of_the_replica_actor(tmp_path: Path) -> None:
         run.wait_for_step(VICTIM, STEP)
         kill(run.started(VICTIM).actor_pid)
         failed = run.wait_for(ReplicaFailed)
-        assert (failed.rank, failed.cause) == (None, "its replica actor died: killed by SIGKILL")
+        assert failed.rank is None
+        assert failed.cause.startswith("its replica actor died")
         run.assert_ended_well(survivors=(0, 2))
 
 

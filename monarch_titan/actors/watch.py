@@ -1,0 +1,35 @@
+"""Notices at once when a process of this host ends, also one that is not a child."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Generator
+
+
+@contextlib.contextmanager
+def watched(pid: int) -> Generator[asyncio.Event]:
+    """An event that is set when the process ends, or at once when there is none of this id.
+
+    Monarch's own supervision asks processes whether they live: it takes longer to notice a death, and must take even
+    longer not to mistake a busy process for a dead one.
+    """
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        ended.set()
+        yield ended
+        return
+
+    def end() -> None:
+        loop.remove_reader(descriptor)
+        ended.set()
+
+    loop.add_reader(descriptor, end)
+    try:
+        yield ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

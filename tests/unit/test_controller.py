@@ -1,0 +1,1105 @@
+"""The controller's decisions, in milliseconds: replicas do what the test says, and nothing else is there."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from monarch_titan.control import controller, finish
+from monarch_titan.control.controller import Controller, Failure, Launch, RunFailed
+from monarch_titan.control.events import (
+    Event,
+    LighthouseFailed,
+    OuterStep,
+    OuterStepCommitted,
+    QuorumFormed,
+    QuorumRequested,
+    ReplicaFailed,
+    ReplicaFinished,
+    ReplicaLost,
+    ReplicaState,
+    Report,
+    Step,
+    TrainerFinished,
+)
+from monarch_titan.control.recovery import Action, RecoveryPolicy
+
+START, RESPAWN, REALLOCATE = Action.START, Action.RESPAWN, Action.REALLOCATE
+
+
+class FakeReplica:
+    """A replica that lives until the test ends it, and reports what the test has it report."""
+
+    def __init__(self, run: Run, launch: Launch) -> None:
+        self._run, self.launch = run, launch
+        self._ended: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
+        self.attended = 0
+        self.quorum = ready()
+        """A replica that attends is back when this is set."""
+        self.finished_ranks: set[int] = set()
+        self.released = self.stopped = False
+        self.may_stop = ready()
+        self.lighthouse_attempt = launch.lighthouse_attempt
+
+    @property
+    def held(self) -> bool:
+        return self.finished_ranks == set(self._run.all_ranks)
+
+    # What the controller calls
+
+    async def run(self) -> Failure | None:
+        return await self._ended
+
+    async def attend(self) -> None:
+        self.attended += 1
+        await self.quorum.wait()
+
+    async def announce_lighthouse(self, attempt: int) -> None:
+        self.lighthouse_attempt = attempt
+
+    async def release(self) -> None:
+        self.released = True
+        self._ended.set_result(None)
+
+    async def stop(self) -> None:
+        await self.may_stop.wait()
+        self.stopped = True
+
+    # What the test has it do
+
+    def fail(self, cause: str | None = "it broke", rank: int | None = None) -> None:
+        self._ended.set_result(Failure(cause=cause, rank=rank, log="a.log"))
+
+    def crash(self, error: Exception) -> None:
+        self._ended.set_exception(error)
+
+    def ask(self, rank: int = 0) -> None:
+        self.report(QuorumRequested, rank)
+
+    def form(self, rank: int = 0) -> None:
+        self.report(QuorumFormed, rank)
+
+    def commit(self, outer_step: int, *, contributed: bool = True, ranks: tuple[int, ...] | None = None) -> None:
+        """Commit an outer step on these ranks, or on all; a rank's position is told by attempt, outer step and rank."""
+        for rank in self._run.all_ranks if ranks is None else ranks:
+            position = f"{self.launch.attempt}.{outer_step}.{rank}"
+            self.report(OuterStepCommitted, rank, outer_step=outer_step, data=position)
+        self._run.controller.receive(
+            OuterStep(
+                replica=self.launch.replica,
+                outer_step=outer_step,
+                step=20 * outer_step,
+                participants=3,
+                committed=True,
+                contributed=contributed,
+                seconds=0.1,
+                bytes=8,
+            )
+        )
+
+    def finish(self, outer_step: int = 3, state: str = "same", ranks: tuple[int, ...] | None = None) -> None:
+        """Have trained all steps, on these ranks or on all."""
+        for rank in self._run.all_ranks if ranks is None else ranks:
+            self.finished_ranks.add(rank)
+            self.report(TrainerFinished, rank, step=60, outer_step=outer_step, state=state)
+
+    def report(self, kind: type[Report], rank: int, **values: Any) -> None:
+        ids = {"replica": self.launch.replica, "attempt": self.launch.attempt, "rank": rank}
+        self._run.controller.receive(kind(**ids, **values))
+
+
+class FakeLighthouse:
+    """A lighthouse that lives until the test ends it."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.stopped = False
+        self.may_stop = ready()
+
+    async def run(self) -> str:
+        return await self.died
+
+    async def stop(self) -> None:
+        await self.may_stop.wait()
+        self.stopped = True
+
+
+class Run:
+    """A controller, what it started and what it logged."""
+
+    def __init__(self, num_replicas: int, min_replicas: int, ranks: int, **options: Any) -> None:
+        self.all_ranks = range(ranks)
+        self.replicas: list[FakeReplica] = []
+        self.lighthouses: list[FakeLighthouse] = []
+        self.log: list[Event] = []
+        self.reason: str | None = None
+        """Why the run failed, if it did."""
+        self.before_launch: Callable[[Launch], Awaitable[None]] = nothing
+        self.before_lighthouse: Callable[[int], Awaitable[None]] = nothing
+        self.controller = Controller(
+            self._launch,
+            self._start_lighthouse,
+            num_replicas=num_replicas,
+            min_replicas=min_replicas,
+            ranks_per_replica=ranks,
+            log=self.log.append,
+            **{"policy": policy(), **options},
+        )
+
+    async def _launch(self, launch: Launch) -> FakeReplica:
+        await self.before_launch(launch)
+        self.replicas.append(replica := FakeReplica(self, launch))
+        return replica
+
+    async def _start_lighthouse(self, attempt: int) -> FakeLighthouse:
+        await self.before_lighthouse(attempt)
+        self.lighthouses.append(lighthouse := FakeLighthouse(attempt))
+        return lighthouse
+
+    def __getitem__(self, replica_id: int) -> FakeReplica:
+        """The newest attempt of a replica."""
+        return [replica for replica in self.replicas if replica.launch.replica == replica_id][-1]
+
+    def actions(self, replica_id: int) -> list[Action]:
+        return [replica.launch.action for replica in self.replicas if replica.launch.replica == replica_id]
+
+    def events(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.log if isinstance(event, kind)]
+
+    async def follow(self, scenario: Callable[[Run], Awaitable[None]], setup: Callable[[Run], None]) -> None:
+        """Run the scenario, then have all that still train finish; whatever the end, nothing may be left."""
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        setup(self)
+        self.task = asyncio.create_task(self.controller.run())
+        await settle()
+        await scenario(self)
+        await settle()
+        try:
+            async with asyncio.timeout(5):
+                await self._end()
+        except RunFailed as failure:
+            self.reason = str(failure)
+        finally:
+            gc.collect()  # has asyncio complain of exceptions that nobody took
+            await settle()
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            assert complaints == []
+            assert all(each.stopped for each in [*self.replicas, *self.lighthouses])
+
+    async def _end(self) -> None:
+        while not self.task.done():
+            for replica_id in sorted({replica.launch.replica for replica in self.replicas}):
+                if not (self[replica_id].held or self[replica_id].stopped):
+                    self[replica_id].finish()
+            await asyncio.wait([self.task], timeout=0.002)
+        await self.task
+
+
+def train(
+    scenario: Callable[[Run], Awaitable[None]],
+    *,
+    setup: Callable[[Run], None] = lambda _: None,
+    num_replicas: int = 3,
+    min_replicas: int = 2,
+    ranks: int = 1,
+    **options: Any,
+) -> Run:
+    """The run after all of it is over: the scenario, then the end of all replicas that it left training."""
+
+    async def follow() -> Run:
+        run = Run(num_replicas, min_replicas, ranks, **options)
+        await run.follow(scenario, setup)
+        return run
+
+    return asyncio.run(follow())
+
+
+def policy(**options: Any) -> RecoveryPolicy:
+    return RecoveryPolicy(**{"backoff_seconds": 0, **options})
+
+
+async def settle() -> None:
+    """Return when everything has happened that follows from what the test did."""
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def nothing(_: object) -> None:
+    """What happens before a launch, unless the test says otherwise."""
+
+
+def ready() -> asyncio.Event:
+    """An event that has happened; a test clears it to have something wait."""
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+async def fail(run: Run, replica_id: int, times: int = 1) -> None:
+    """Have a replica fail in so many attempts."""
+    for _ in range(times):
+        run[replica_id].fail()
+        await settle()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen():
+    """Garbage is collected in every test: leave out what was there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(finish, "ATTEND_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(finish, "ALIGN_SECONDS", 0.1)
+    monkeypatch.setattr(controller, "ANNOUNCE_SECONDS", 0.01)
+
+
+# Failures and what follows -------------------------------------------------------------------------------------------
+
+
+def test_failed_replica_is_respawned_then_reallocated():
+    run = train(lambda run: fail(run, 1, times=3), policy=policy(respawns=2))
+    assert run.actions(1) == [START, RESPAWN, REALLOCATE, RESPAWN]
+    assert [event.action for event in run.events(ReplicaFailed)] == ["respawn", "reallocate", "respawn"]
+    assert run.reason is None
+
+
+def test_attempts_are_counted():
+    run = train(lambda run: fail(run, 1, times=2))
+    assert [replica.launch.attempt for replica in run.replicas if replica.launch.replica == 1] == [0, 1, 2]
+    assert [event.attempt for event in run.events(ReplicaFailed)] == [0, 1]
+
+
+def test_replica_is_given_up_and_the_others_finish():
+    run = train(lambda run: fail(run, 1, times=3), policy=policy(max_failures=3))
+    assert len(run.actions(1)) == 3
+    assert [(event.replica, event.failures, event.cause) for event in run.events(ReplicaLost)] == [(1, 3, "it broke")]
+    assert run.reason is None
+
+
+def test_run_fails_when_too_few_replicas_are_left():
+    async def scenario(run):
+        await fail(run, 1)
+        run[2].fail("out of memory", rank=5)
+
+    run = train(scenario, policy=policy(max_failures=1))
+    assert run.reason == (
+        "1 of 3 replicas left, monarch.min_replicas is 2; the last failure: replica 2 rank 5: out of memory"
+    )
+
+
+def test_every_replica_counts_where_all_are_needed():
+    run = train(lambda run: fail(run, 1), min_replicas=3, policy=policy(max_failures=1))
+    assert run.reason.startswith("2 of 3 replicas left, monarch.min_replicas is 3;")
+
+
+def test_replica_that_can_come_back_does_not_end_a_run_that_needs_all():
+    run = train(lambda run: fail(run, 1), min_replicas=3)
+    assert run.actions(1) == [START, RESPAWN]
+    assert run.reason is None
+
+
+def test_outer_step_of_its_own_sets_the_failures_in_a_row_back():
+    async def scenario(run):
+        for outer_step in range(5):
+            run[1].commit(outer_step)
+            await fail(run, 1)
+
+    run = train(scenario, policy=policy(respawns=2, max_failures=3))
+    assert run.actions(1) == [START, *[RESPAWN] * 5]
+
+
+def test_outer_step_after_healing_does_not_set_them_back():
+    async def scenario(run):
+        for outer_step in range(3):
+            run[1].commit(outer_step, contributed=False)
+            await fail(run, 1)
+
+    run = train(scenario, policy=policy(max_failures=3))
+    assert len(run.actions(1)) == 3
+    assert [event.replica for event in run.events(ReplicaLost)] == [1]
+
+
+def test_relaunch_waits_as_long_as_the_policy_says():
+    asked = []
+
+    class Recorded(RecoveryPolicy):
+        def delay(self, failures: int) -> float:
+            asked.append(failures)
+            return 0.0
+
+    train(lambda run: fail(run, 1, times=3), policy=Recorded())
+    assert asked == [0, 0, 0, 1, 2, 3]
+
+
+def test_failure_names_replica_rank_step_cause_and_log():
+    async def scenario(run):
+        run.controller.receive(Step(replica=1, step=7, loss=2.0, tokens=10, seconds=1.0))
+        run[1].fail("killed by SIGKILL", rank=1)
+        await settle()
+
+    (failed,) = train(scenario).events(ReplicaFailed)
+    assert dataclasses.replace(failed, time=0.0) == ReplicaFailed(
+        time=0.0, replica=1, attempt=0, rank=1, step=7, cause="killed by SIGKILL", log="a.log", action="respawn"
+    )
+
+
+def test_unknown_cause_is_said_to_be_a_dead_process():
+    async def scenario(run):
+        run[1].fail(None)
+        await settle()
+
+    assert [event.cause for event in train(scenario).events(ReplicaFailed)] == ["its process died"]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("\n  no such host\n  at line 3"), "ValueError: no such host"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_exception_of_a_replica_is_a_failure_told_in_one_line(error, cause):
+    async def scenario(run):
+        run[1].crash(error)
+        await settle()
+
+    run = train(scenario)
+    assert [event.cause for event in run.events(ReplicaFailed)] == [cause]
+    assert run.actions(1) == [START, RESPAWN]
+
+
+def test_launch_that_raises_is_a_failure():
+    async def refuse_once(launch):
+        if (launch.replica, launch.attempt) == (1, 0):
+            raise OSError("no host")
+
+    def setup(run):
+        run.before_launch = refuse_once
+
+    run = train(nothing, setup=setup)
+    assert [(event.replica, event.cause) for event in run.events(ReplicaFailed)] == [(1, "OSError: no host")]
+    assert run.actions(1) == [RESPAWN]
+    assert run.reason is None
+
+
+def test_failure_is_told_before_what_is_left_of_the_replica_is_stopped():
+    async def scenario(run):
+        dying = run[1]
+        dying.may_stop.clear()
+        await fail(run, 1)
+        assert len(run.events(ReplicaFailed)) == 1
+        assert run[1] is dying, "nothing is launched next to what is left"
+        dying.may_stop.set()
+        await settle()
+        assert run[1] is not dying
+
+    train(scenario)
+
+
+def test_replica_that_leaves_unasked_is_an_error_rather_than_a_wait_for_ever():
+    async def scenario(run):
+        run[0].finish()
+        await run[0].release()
+
+    with pytest.raises(AssertionError, match="until it is released"):
+        train(scenario)
+
+
+# Whom to heal from ---------------------------------------------------------------------------------------------------
+
+
+def test_run_whose_replicas_all_fail_ends_at_once_with_the_cause():
+    async def scenario(run):
+        for replica_id in range(3):
+            run[replica_id].fail("ValueError: bad data", rank=0)
+            await settle()
+
+    run = train(scenario)
+    assert run.reason == "replica 2 rank 0 failed and no other replica is left to heal from: ValueError: bad data"
+    assert [event.action for event in run.events(ReplicaFailed)] == ["respawn", "respawn", "give up"]
+
+
+def test_quorum_of_replicas_that_need_a_state_gives_them_none():
+    async def scenario(run):
+        for replica_id in range(2):
+            await fail(run, replica_id)
+            run[replica_id].ask()
+            run[replica_id].form()
+        run[2].fail()
+
+    assert "no other replica is left to heal from" in train(scenario).reason
+
+
+def test_replica_that_has_caught_up_can_heal_the_others():
+    async def scenario(run):
+        await fail(run, 0)
+        run[0].commit(1, contributed=False)
+        await fail(run, 1)
+        await fail(run, 2)
+
+    run = train(scenario)
+    assert run.actions(2) == [START, RESPAWN]
+    assert run.reason is None
+
+
+def test_replica_that_took_the_final_state_can_heal_the_others():
+    async def scenario(run):
+        await fail(run, 0)
+        run[0].finish()
+        await fail(run, 1)
+        await fail(run, 2)
+
+    assert train(scenario).reason is None
+
+
+def test_only_replica_is_not_relaunched_without_a_checkpoint():
+    run = train(lambda run: fail(run, 0), num_replicas=1, min_replicas=1)
+    assert run.actions(0) == [START]
+    assert run.reason == "replica 0 failed and there is no other replica left to heal from: it broke"
+
+
+def test_only_replica_restarts_from_its_checkpoint():
+    run = train(lambda run: fail(run, 0, times=2), num_replicas=1, min_replicas=1, restart_alone=True)
+    assert run.actions(0) == [START, RESPAWN, RESPAWN]
+    assert run.reason is None
+
+
+def test_restart_from_a_checkpoint_takes_the_data_position_from_there_too():
+    async def scenario(run):
+        run[0].commit(1)
+        await fail(run, 0)
+
+    run = train(scenario, num_replicas=1, min_replicas=1, restart_alone=True)
+    assert run[0].launch.positions == {}
+
+
+def test_only_replica_is_given_up_after_max_failures():
+    options = {"num_replicas": 1, "min_replicas": 1, "restart_alone": True, "policy": policy(max_failures=2)}
+    run = train(lambda run: fail(run, 0, times=2), **options)
+    assert run.reason.startswith("0 of 1 replicas left")
+
+
+# Data positions ------------------------------------------------------------------------------------------------------
+
+
+def test_respawn_goes_on_after_the_last_outer_step_that_all_ranks_reported():
+    async def scenario(run):
+        run[1].commit(1)
+        run[1].commit(2)
+        run[1].commit(3, ranks=(1,))
+        await fail(run, 1)
+
+    assert train(scenario, ranks=2)[1].launch.positions == {0: "0.2.0", 1: "0.2.1"}
+
+
+def test_respawn_before_the_first_outer_step_begins_anew():
+    async def scenario(run):
+        run[0].commit(1)
+        await fail(run, 1)
+
+    assert train(scenario)[1].launch.positions == {}
+
+
+def test_commit_reported_while_the_replica_is_being_stopped_counts():
+    async def scenario(run):
+        dying = run[1]
+        dying.may_stop.clear()
+        await fail(run, 1)
+        dying.commit(1)
+        dying.may_stop.set()
+        await settle()
+
+    assert train(scenario)[1].launch.positions == {0: "0.1.0"}
+
+
+# Reports of an attempt that is over ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("relaunched", [False, True], ids=["while it is stopped", "after the relaunch"])
+def test_attempt_that_is_over_is_not_held(relaunched):
+    async def scenario(run):
+        old = run[1]
+        if not relaunched:
+            old.may_stop.clear()
+        await fail(run, 1)
+        old.finish(ranks=(0,))
+        old.may_stop.set()
+        await settle()
+        run[1].finish(ranks=(1,))
+        run[0].finish()
+        run[2].finish()
+        await settle()
+        assert not run[0].released
+        assert len(run.events(ReplicaFinished)) == 2
+
+    assert train(scenario, ranks=2).reason is None
+
+
+def test_attempt_that_is_over_asks_for_nothing():
+    async def scenario(run):
+        old = run[1]
+        old.may_stop.clear()
+        run[0].finish()
+        await fail(run, 1)
+        old.ask()
+        await settle()
+        assert run[0].attended == 0
+        old.may_stop.set()
+
+    train(scenario)
+
+
+def test_attempt_that_is_over_has_no_state_to_give():
+    async def scenario(run):
+        for replica_id in range(2):
+            old = run[replica_id]
+            await fail(run, replica_id)
+            old.commit(1)
+        run[2].fail()
+
+    assert "no other replica is left to heal from" in train(scenario).reason
+
+
+# The end of the run --------------------------------------------------------------------------------------------------
+
+
+def test_replicas_are_held_until_all_have_finished():
+    async def scenario(run):
+        run[0].finish()
+        run[1].finish()
+        await settle()
+        assert not any(replica.released for replica in run.replicas)
+        run[2].finish()
+        await settle()
+        assert all(replica.released for replica in run.replicas)
+
+    assert train(scenario).reason is None
+
+
+def test_replica_has_finished_when_all_its_ranks_have():
+    async def scenario(run):
+        run[0].finish(ranks=(0,))
+        run[1].finish()
+        run[2].finish()
+        await settle()
+        assert not run[1].released
+        assert [event.replica for event in run.events(ReplicaFinished)] == [1, 2]
+        run[0].finish(ranks=(1,))
+
+    run = train(scenario, ranks=2)
+    assert [(event.replica, event.step, event.outer_step) for event in run.events(ReplicaFinished)] == [
+        (1, 60, 3),
+        (2, 60, 3),
+        (0, 60, 3),
+    ]
+
+
+def test_lost_replica_is_not_waited_for():
+    async def scenario(run):
+        run[0].finish()
+        run[1].finish()
+        await fail(run, 2)
+        assert run[0].released and run[1].released
+
+    run = train(scenario, policy=policy(max_failures=1))
+    assert run.reason is None
+
+
+def test_nobody_attends_while_nobody_asks():
+    async def scenario(run):
+        run[0].finish()
+        run[1].ask()
+        run[1].form()
+        await settle()
+
+    assert [replica.attended for replica in train(scenario).replicas] == [0, 0, 0]
+
+
+def test_held_replicas_attend_the_quorum_that_another_asks_for():
+    async def scenario(run):
+        run[0].finish()
+        run[1].finish()
+        run[2].ask()
+        await settle()
+        run[2].form()
+        await settle()
+
+    assert [replica.attended for replica in train(scenario).replicas] == [1, 1, 0]
+
+
+def test_quorum_that_formed_without_the_late_one_is_attended_again():
+    async def scenario(run):
+        run[0].finish()
+        run[1].finish()
+        run[2].ask()
+        while run[0].attended < 3 or run[1].attended < 3:
+            await asyncio.sleep(0.001)
+        run[2].form()
+
+    assert train(scenario).reason is None
+
+
+def test_replica_that_is_late_twice_is_attended_twice():
+    async def scenario(run):
+        run[0].finish()
+        for _ in range(2):
+            run[2].ask()
+            await settle()
+            run[2].form()
+            await settle()
+        assert run[0].attended == 2
+
+    train(scenario)
+
+
+def test_replica_that_finishes_later_joins_those_that_already_wait_in_a_quorum():
+    async def scenario(run):
+        run[0].quorum.clear()
+        run[0].finish()
+        run[2].ask()
+        await settle()
+        run[1].finish()
+        await settle()
+        assert [run[0].attended, run[1].attended] == [1, 1]
+        run[0].quorum.set()
+        run[2].form()
+
+    assert train(scenario).reason is None
+
+
+def test_replica_that_fails_while_it_attends_is_relaunched():
+    async def scenario(run):
+        run[0].finish()
+        run[0].quorum.clear()
+        run[2].ask()
+        await settle()
+        run[0].quorum.set()  # as the end of its processes does
+        await fail(run, 0)
+        run[2].form()
+
+    run = train(scenario)
+    assert run.actions(0) == [START, RESPAWN]
+    assert run.reason is None
+
+
+def test_held_replica_that_dies_is_relaunched_and_helped_by_its_peers():
+    async def scenario(run):
+        for replica_id in range(2):
+            run[replica_id].finish()
+        await fail(run, 0)
+        run[0].ask()
+        await settle()
+        assert run[1].attended == 1
+        assert not run[1].released
+        run[0].form()
+        run[0].finish()
+        run[2].finish()
+        await settle()
+        assert all(run[replica_id].released for replica_id in range(3))
+
+    run = train(scenario)
+    assert run.actions(0) == [START, RESPAWN]
+
+
+def test_nothing_is_relaunched_after_the_release():
+    async def scenario(run):
+        run[0].release = nothing_more  # it dies instead of leaving
+        for replica in run.replicas:
+            replica.finish()
+        await settle()
+        await fail(run, 0)
+
+    async def nothing_more() -> None:
+        return
+
+    run = train(scenario)
+    assert run.actions(0) == [START]
+    assert run.reason is None
+
+
+def test_global_parameters_that_differ_at_the_end_fail_the_run():
+    async def scenario(run):
+        for replica_id, state in enumerate(["same", "same", "other"]):
+            run[replica_id].finish(ranks=(0,))
+            run[replica_id].finish(ranks=(1,), state=state)
+
+    run = train(scenario, ranks=2)
+    assert run.reason == "the replicas' global parameters differ at the end, on rank 1"
+    assert not any(replica.released for replica in run.replicas)
+
+
+def test_ranks_of_a_replica_may_differ():
+    async def scenario(run):
+        for replica in run.replicas:
+            replica.finish(ranks=(0,), state="first shard")
+            replica.finish(ranks=(1,), state="second shard")
+
+    assert train(scenario, ranks=2).reason is None
+
+
+def test_replica_that_missed_the_last_outer_step_heals_in_one_more_quorum():
+    async def scenario(run):
+        run[0].finish(outer_step=3)
+        run[1].finish(outer_step=3)
+        run[2].finish(outer_step=2, state="older")
+        while not all(replica.attended for replica in run.replicas):
+            await asyncio.sleep(0.001)
+        run[2].finish(outer_step=3)
+
+    run = train(scenario)
+    assert run.reason is None
+    assert [event.outer_step for event in run.events(ReplicaFinished)] == [3, 3, 2, 3]
+
+
+def test_ranks_that_tell_of_their_healing_one_after_the_other_are_waited_for():
+    async def scenario(run):
+        run[0].finish(outer_step=3)
+        run[1].finish(outer_step=3)
+        run[2].finish(outer_step=2, state="older")
+        while not all(replica.attended for replica in run.replicas):
+            await asyncio.sleep(0.001)
+        run[2].finish(outer_step=3, ranks=(0,))
+        await settle()
+        run[2].finish(outer_step=3, ranks=(1,))
+
+    run = train(scenario, ranks=2)
+    assert run.reason is None
+    assert [event.outer_step for event in run.events(ReplicaFinished)] == [3, 3, 2, 3]
+
+
+def test_replica_that_never_reaches_the_last_outer_step_fails_the_run():
+    async def scenario(run):
+        for replica_id, outer_step in enumerate([3, 3, 2]):
+            run[replica_id].finish(outer_step=outer_step)
+
+    run = train(scenario)
+    assert run.reason == "the replicas' global parameters differ at the end, on rank 0"
+    assert all(replica.attended > 0 for replica in run.replicas)
+
+
+def test_replica_that_dies_in_the_last_quorum_is_waited_for():
+    async def scenario(run):
+        for replica_id, outer_step in enumerate([3, 3, 2]):
+            run[replica_id].finish(outer_step=outer_step)
+        while not run[2].attended:
+            await asyncio.sleep(0.001)
+        await fail(run, 2)
+        assert run.actions(2) == [START, RESPAWN]
+
+    assert train(scenario).reason is None
+
+
+def test_nobody_leaves_while_one_waits_in_a_quorum_and_all_help_it_out():
+    async def scenario(run):
+        run[0].quorum.clear()
+        run[0].finish()
+        run[2].ask()
+        await settle()
+        run[2].form()  # without replica 0, which waits for the next one
+        run[1].finish()
+        run[2].finish()
+        await settle()
+        assert not run[1].released
+        while not (run[1].attended and run[2].attended):
+            await asyncio.sleep(0.001)
+        run[0].quorum.set()
+
+    run = train(scenario)
+    assert run.reason is None
+    assert all(replica.released for replica in run.replicas)
+
+
+# Replicas compared after every outer step ----------------------------------------------------------------------------
+
+
+def state(
+    replica: int, outer_step: int, parameters: str = "same", momentum: str = "same", rank: int = 0
+) -> ReplicaState:
+    return ReplicaState(
+        replica=replica,
+        rank=rank,
+        outer_step=outer_step,
+        step=20 * outer_step,
+        healed=False,
+        global_parameters=parameters,
+        outer_optimizer=momentum,
+        optimizer=f"own of {replica}",
+        lr=1e-3,
+    )
+
+
+def receive(*states: ReplicaState) -> Callable[[Run], Awaitable[None]]:
+    async def scenario(run: Run) -> None:
+        for each in states:
+            run.controller.receive(each)
+        await settle()
+
+    return scenario
+
+
+@pytest.mark.parametrize("what", ["parameters", "momentum"])
+def test_replicas_that_differ_after_an_outer_step_fail_the_run(what):
+    run = train(receive(state(0, 1, rank=1), state(1, 1, rank=1), state(2, 1, rank=1, **{what: "other"})))
+    assert run.reason == "replicas 0 and 2 differ after outer step 1, on rank 1"
+
+
+def test_replicas_that_agree_after_each_outer_step_go_on():
+    states = [state(replica, outer_step, f"of {outer_step}") for outer_step in range(1, 6) for replica in range(3)]
+    run = train(receive(*states))
+    assert run.reason is None
+    assert len(run.events(ReplicaState)) == 15
+
+
+def test_replica_one_outer_step_behind_is_still_compared():
+    run = train(receive(state(0, 1), state(0, 2), state(1, 1, "other")))
+    assert run.reason == "replicas 0 and 1 differ after outer step 1, on rank 0"
+
+
+def test_replica_that_repeats_outer_steps_is_not_compared_with_itself():
+    run = train(receive(state(0, 1), state(0, 1, "other")), num_replicas=1, min_replicas=1)
+    assert run.reason is None
+
+
+# The lighthouse ------------------------------------------------------------------------------------------------------
+
+
+def test_lighthouse_that_dies_is_restarted_under_the_next_number():
+    async def scenario(run):
+        for number in range(2):
+            run.lighthouses[number].died.set_result("killed by SIGKILL")
+            await settle()
+
+    run = train(scenario)
+    assert [lighthouse.attempt for lighthouse in run.lighthouses] == [0, 1, 2]
+    assert [event.cause for event in run.events(LighthouseFailed)] == ["killed by SIGKILL"] * 2
+    assert not run.events(ReplicaFailed)
+
+
+def test_all_replicas_know_of_the_new_lighthouse_before_it_starts():
+    known = []
+
+    async def scenario(run):
+        async def note(_):
+            known.extend(replica.lighthouse_attempt for replica in run.replicas)
+            assert run.lighthouses[0].stopped
+
+        run.before_lighthouse = note
+        run.lighthouses[0].died.set_result("")
+        await settle()
+
+    train(scenario)
+    assert known == [1, 1, 1]
+
+
+def test_death_of_the_lighthouse_is_told_before_what_is_left_of_it_is_stopped():
+    async def scenario(run):
+        run.lighthouses[0].may_stop.clear()
+        run.lighthouses[0].died.set_result("frozen")
+        await settle()
+        assert len(run.events(LighthouseFailed)) == 1
+        assert len(run.lighthouses) == 1
+        run.lighthouses[0].may_stop.set()
+
+    train(scenario)
+
+
+def test_replica_launched_during_the_restart_learns_of_it():
+    async def scenario(run):
+        launching = asyncio.Event()
+
+        async def wait(_):
+            await launching.wait()
+
+        run.before_launch = wait
+        await fail(run, 1)
+        run.lighthouses[0].died.set_result("")
+        await settle()
+        launching.set()
+        await settle()
+        assert run[1].launch.lighthouse_attempt == 0
+        assert run[1].lighthouse_attempt == 1
+
+    train(scenario)
+
+
+def test_replica_launched_after_the_restart_is_launched_with_its_number():
+    async def scenario(run):
+        run.lighthouses[0].died.set_result("")
+        await settle()
+        await fail(run, 1)
+
+    assert train(scenario)[1].launch.lighthouse_attempt == 1
+
+
+@pytest.mark.parametrize("answer", ["never", "error"])
+def test_replica_that_does_not_answer_does_not_hold_up_the_lighthouse(answer):
+    async def mute(_: int) -> None:
+        if answer == "error":
+            raise ConnectionError("gone")
+        await asyncio.Event().wait()
+
+    async def scenario(run):
+        run[1].announce_lighthouse = mute
+        run.lighthouses[0].died.set_result("")
+        while len(run.lighthouses) < 2:
+            await asyncio.sleep(0.001)
+
+    run = train(scenario)
+    assert [run[0].lighthouse_attempt, run[2].lighthouse_attempt] == [1, 1]
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_lighthouse_that_cannot_be_started_fails_the_run(attempt):
+    async def refuse(number):
+        if number == attempt:
+            raise OSError("address in use")
+
+    def setup(run):
+        run.before_lighthouse = refuse
+
+    async def scenario(run):
+        if run.lighthouses:
+            run.lighthouses[0].died.set_result("")
+
+    run = train(scenario, setup=setup)
+    assert run.reason == "the lighthouse cannot be started: OSError: address in use"
+
+
+# Stopping: follow() sees to it that nothing is left ------------------------------------------------------------------
+
+
+def cancel_after(scenario: Callable[[Run], Awaitable[None]], **options: Any) -> None:
+    """Cancel the run after a scenario, as Ctrl-C does."""
+
+    async def then_cancel(run: Run) -> None:
+        await scenario(run)
+        run.task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        train(then_cancel, **options)
+
+
+def test_cancelled_run_stops_everything():
+    cancel_after(nothing)
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_run_cancelled_at_any_moment_of_its_start_stops_everything(turns):
+    def setup(run):
+        async def cancel():
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            run.task.cancel()
+
+        run.before_launch = run.before_lighthouse = take_a_turn
+        run.cancelling = asyncio.create_task(cancel())
+
+    async def take_a_turn(_):
+        await asyncio.sleep(0)
+
+    with pytest.raises(asyncio.CancelledError):
+        train(nothing, setup=setup)
+
+
+def test_run_cancelled_amid_launches_stops_those_that_are_up():
+    async def only_first(launch):
+        if launch.replica > 0:
+            await asyncio.Event().wait()
+
+    def setup(run):
+        run.before_launch = only_first
+
+    cancel_after(nothing, setup=setup)
+
+
+def test_run_cancelled_while_a_replica_is_being_stopped_stops_it_wholly():
+    async def scenario(run):
+        run[1].may_stop.clear()
+        await fail(run, 1)
+        asyncio.get_running_loop().call_later(0.005, run[1].may_stop.set)
+
+    cancel_after(scenario)
+
+
+def test_run_cancelled_again_while_it_stops_still_stops_everything():
+    async def scenario(run):
+        for each in [*run.replicas, *run.lighthouses]:
+            each.may_stop.clear()
+            asyncio.get_running_loop().call_later(0.005, each.may_stop.set)
+        run.task.cancel()
+        await settle()
+        assert not run.task.done()
+
+    cancel_after(scenario)
+
+
+def test_run_cancelled_before_a_relaunch_stops_everything():
+    cancel_after(lambda run: fail(run, 1, times=2), policy=policy(backoff_seconds=60))
+
+
+def test_run_cancelled_while_the_lighthouse_restarts_stops_everything():
+    async def never(_):
+        await asyncio.Event().wait()
+
+    async def scenario(run):
+        run.before_lighthouse = never
+        run.lighthouses[0].died.set_result("")
+        await settle()
+
+    cancel_after(scenario)
+
+
+def test_run_cancelled_while_replicas_attend_stops_everything():
+    async def scenario(run):
+        run[0].quorum.clear()
+        run[0].finish()
+        run[1].ask()
+        await settle()
+
+    cancel_after(scenario)
+
+
+def test_failed_run_stops_a_replica_that_is_just_being_launched():
+    async def scenario(run):
+        async def never(_):
+            await asyncio.Event().wait()
+
+        run.before_launch = never
+        await fail(run, 1)
+        run.controller.receive(state(0, 1))
+        run.controller.receive(state(2, 1, "other"))
+
+    assert train(scenario).reason.startswith("replicas 0 and 2 differ")
+
+
+def test_first_reason_to_fail_is_the_one_told():
+    async def scenario(run):
+        run.controller.receive(state(0, 1))
+        run.controller.receive(state(1, 1, "other"))
+        run.controller.receive(state(2, 1, "third"))
+
+    assert train(scenario).reason.startswith("replicas 0 and 1 differ")
+
+
+def test_error_in_the_log_fails_the_run_rather_than_stopping_one_supervision():
+    async def scenario(run):
+        def full(_):
+            raise OSError("disk full")
+
+        run.controller._log = full
+        run[1].fail()
+
+    with pytest.raises(OSError, match="disk full"):
+        train(scenario)
