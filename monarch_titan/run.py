@@ -140,7 +140,7 @@ class _Run:
         )
         pump = asyncio.create_task(_pump(receiver, controller))
         try:
-            await _interruptible(controller.run())
+            await _interruptible(_first_error(controller.run(), pump))
         finally:
             pump.cancel()
             if self._fork_server is not None:
@@ -201,6 +201,19 @@ async def _pump(receiver: Any, controller: Controller) -> None:
     """Hand every message of the trainers to the controller."""
     while True:
         controller.receive(await receiver.recv())
+
+
+async def _first_error(run: Any, pump: asyncio.Task[None]) -> None:
+    """Await the run; raises what ends the pump too, because a run that hears nothing would wait for ever."""
+    task = asyncio.ensure_future(run)
+    try:
+        await asyncio.wait([task, pump], return_when=asyncio.FIRST_COMPLETED)
+        if pump.done():
+            pump.result()
+    finally:
+        if not task.done():
+            task.cancel()
+        await task
 
 
 async def _interruptible(run: Any) -> None:

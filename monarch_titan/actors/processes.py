@@ -71,8 +71,9 @@ class FaultReports:
 class ReplicaProcesses:
     """A launched replica: its trainer processes and the process of its ReplicaActor."""
 
-    def __init__(self, trainers: Any, proc: Any, reports: FaultReports, fork_server: ForkServer | None) -> None:
-        self._trainers, self._proc, self._reports, self._fork_server = trainers, proc, reports, fork_server
+    def __init__(self, trainers: Any, reports: FaultReports, fork_server: ForkServer | None) -> None:
+        self._trainers, self._reports, self._fork_server = trainers, reports, fork_server
+        self._proc: Any = None
         self._actor: Any = None
         self._stopped = asyncio.Event()
 
@@ -94,8 +95,9 @@ class ReplicaProcesses:
         else:
             command = default_bootstrap_cmd().with_env(environment)
         trainers = host.spawn_procs({"gpus": ranks}, name=f"trainers{launch.replica}", bootstrap_command=command)
-        processes = cls(trainers, host.spawn_procs(name=f"replica{launch.replica}"), reports, fork_server)
+        processes = cls(trainers, reports, fork_server)
         try:
+            processes._proc = host.spawn_procs(name=f"replica{launch.replica}")
             processes._actor = processes._proc.spawn("replica", ReplicaActor, trainers, launch, port)
             await setup_torch_elastic_env_async(trainers)
         except BaseException:
@@ -134,16 +136,19 @@ class ReplicaProcesses:
     async def _unless_stopped(self, call: Awaitable[None]) -> None:
         """Await a call, or the end of the processes that would have answered it."""
         tasks = [asyncio.ensure_future(_awaited(call)), asyncio.create_task(self._stopped.wait())]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
         """End all processes; the trainers first, for their peers may wait for them."""
         self._stopped.set()
         for mesh in (self._trainers, self._proc):
-            await _stop(mesh)
+            if mesh is not None:
+                await _stop(mesh)
 
 
 class LighthouseProcess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import socket
 from typing import Any
@@ -126,5 +127,6 @@ class ReplicaActor(Actor):
 
     @concurrent_endpoint
     async def announce_lighthouse(self, attempt: int) -> None:
+        self.launch = dataclasses.replace(self.launch, lighthouse_attempt=attempt)  # for trainers yet to come
         if self.trainers is not None:
             await self.trainers.announce_lighthouse.call(attempt)

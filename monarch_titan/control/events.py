@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -95,7 +96,7 @@ class Step(Event):
     replica: int
     step: int
     loss: float
-    """Mean over the tokens of all ranks of the replica."""
+    """Mean over the tokens of all ranks of the replica; ``null`` in the file when it is not finite."""
     tokens: int
     """Tokens trained by all ranks of the replica since its previous ``step`` event."""
     seconds: float
@@ -259,7 +260,11 @@ class TrainerFinished(Report):
 def to_json(event: Event) -> str:
     """One line of ``events.jsonl``, without the newline."""
     name = next(name for name, cls in Event.kinds.items() if cls is type(event))
-    body = dataclasses.asdict(event)
+    body: dict[str, Any] = dataclasses.asdict(event)
+    # JSON has no NaN, which a loss can be.
+    body = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in body.items()
+    }
     return json.dumps({"time": round(body.pop("time"), 3), "event": name, **body})
 
 
@@ -271,6 +276,8 @@ def from_json(line: str) -> Event:
         raise ValueError(f"unknown event {name!r}; this version knows {', '.join(Event.kinds)}.")
     known = {f.name for f in dataclasses.fields(cls)}
     body = {key: value for key, value in body.items() if key in known}
+    if cls is Step and body["loss"] is None:
+        body["loss"] = math.nan
     if "pids" in body:
         body["pids"] = {int(rank): pid for rank, pid in body["pids"].items()}
     return cls(**body)

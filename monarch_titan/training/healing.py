@@ -58,7 +58,8 @@ def _save_optimizers(trainer: Trainer) -> list[State]:
         ]
         moments = [
             {key: local(value).clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
-            for entry in map(optimizer.state.__getitem__, _parameters(optimizer))
+            # get() because looking up a missing entry would make it, and look like state to init_optim_state.
+            for entry in (optimizer.state.get(parameter, {}) for parameter in _parameters(optimizer))
         ]
         states.append({"groups": groups, "moments": moments})
     return states
@@ -66,12 +67,17 @@ def _save_optimizers(trainer: Trainer) -> list[State]:
 
 def _load_optimizers(trainer: Trainer, states: list[State]) -> None:
     for optimizer, state in zip(trainer.optimizers.optimizers, states, strict=True):
-        # Makes tensors to load into where this replica has not trained yet. It also takes a step of size zero, which
-        # counts in Adam's bias correction: every value is overwritten below, the step count too.
+        # Tensors to load into, made anew: init_optim_state does nothing where there is a gradient or any state.
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.state.clear()
         init_optim_state(optimizer)
         for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
             group.update(saved)
         for parameter, saved in zip(_parameters(optimizer), state["moments"], strict=True):
+            if not saved:  # never used by the peer
+                optimizer.state.pop(parameter, None)
+                continue
+            # Every value, because init_optim_state took a step, and Adam's bias correction counts it.
             entry = optimizer.state[parameter]
             for key, value in saved.items():
                 if isinstance(value, torch.Tensor):

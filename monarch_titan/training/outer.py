@@ -55,11 +55,13 @@ class Fragment:
     Args:
         parameters: (name, parameter) pairs, DTensor or not, any shape and float dtype; only local shards are used.
         outer: arguments of ``torch.optim.SGD``.
+        device: where the parameters are; an empty fragment takes part in the all-reduce, too.
     """
 
-    def __init__(self, parameters: list[tuple[str, torch.Tensor]], outer: dict[str, Any]) -> None:
+    def __init__(self, parameters: list[tuple[str, torch.Tensor]], outer: dict[str, Any], device: torch.device) -> None:
         self.names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
+        self._device = device
         self.globals = [local(parameter).to(torch.float32, copy=True) for parameter in self._parameters]
         self.optimizer = torch.optim.SGD(self.globals, **outer) if self.globals else None
         self.numel = sum(shard.numel() for shard in self.globals)
@@ -68,8 +70,7 @@ class Fragment:
 
     def pseudo_gradient(self) -> torch.Tensor:
         """Flat float32 buffer (numel + 1): the weighted pseudo-gradient of all parameters, then the weight."""
-        device = self.globals[0].device if self.globals else torch.get_default_device()
-        buffer = torch.zeros(self.numel + 1, dtype=torch.float32, device=device)
+        buffer = torch.zeros(self.numel + 1, dtype=torch.float32, device=self._device)
         if self.contributes:
             for view, globals_, parameter in zip(self._views(buffer), self.globals, self._parameters, strict=True):
                 torch.sub(globals_, local(parameter), out=view)
@@ -104,7 +105,9 @@ class Fragment:
         for globals_, saved, momentum in zip(self.globals, state["globals"], state["momentum"], strict=True):
             globals_.copy_(saved)
             if self.optimizer is not None:
-                self.optimizer.state[globals_] = {} if momentum is None else {"momentum_buffer": momentum.clone()}
+                # TorchFT delivers in the CPU's memory.
+                buffer = None if momentum is None else torch.empty_like(globals_).copy_(momentum)
+                self.optimizer.state[globals_] = {} if buffer is None else {"momentum_buffer": buffer}
         self.contributes = False
 
     def momentum(self) -> list[torch.Tensor | None]:
@@ -151,7 +154,8 @@ class OuterSync:
             for name, parameter in model.named_parameters()
         ]
         outer = OUTER_OPTIMIZERS[config.semi_sync_method]
-        self.fragments = [Fragment(part, outer) for part in split(parameters, config.num_fragments)]
+        device = parameters[0][1].device
+        self.fragments = [Fragment(part, outer, device) for part in split(parameters, config.num_fragments)]
         self._interval = config.sync_steps // config.num_fragments
         self._steps = 0
         for index, fragment in enumerate(self.fragments):

@@ -7,7 +7,8 @@ Recovery: one rank is killed with SIGKILL at the same step. Under Monarch, until
 outer step. Under ``torchrun --max-restarts``, the whole job restarts from its last checkpoint, until the step at which
 it was killed is reached again. Both have the same six ranks, the same model and state that is 20 steps old at worst:
 outer steps every 20 steps here, checkpoints every 20 steps there. torchrun's own detection is made as quick as it
-goes (``--monitor-interval 0.1``).
+goes (``--monitor-interval 0.1``), and its workers make their own store: with the agent's, which is the default, gloo
+finds the addresses of the dead workers after a restart and torch 2.13 never comes back.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.bench.common import CONFIG, ENVIRONMENT, events, machine, monarch, ru
 
 LOCAL = Path(__file__).parents[2] / "configs" / "local.toml"
 ROUNDS = 3
-STEPS, SKIPPED = 120, 20
+STEPS, SKIPPED = 80, 20
 KILL_STEP, RECOVERY_STEPS = 30, 60
 
 
@@ -51,9 +52,7 @@ SAME = {"training.steps": str(STEPS), "training.seq_len": "128", "training.local
 
 def step_seconds_torchrun(folder: Path) -> list[float]:
     """Seconds of each step, under torchrun."""
-    tensorboard = {"metrics.enable_tensorboard": None, "dump_folder": str(folder)}
-    words = [word for key, value in {**SAME, **tensorboard}.items() for word in (f"--{key}", value) if word]
-    run([*torchrun(2), *words], 300)
+    run([*torchrun(2), *flags({**SAME, "dump_folder": str(folder)}), "--metrics.enable_tensorboard"], 300)
     log = EventAccumulator(str(next(folder.glob("tb/*"))))
     log.Reload()
     return [point.value for point in log.Scalars("time_metrics/end_to_end(s)")]
@@ -109,7 +108,8 @@ def recover_torchrun(folder: Path) -> tuple[float, float]:
     folder.mkdir()
     log = folder / "log.txt"
     with log.open("w") as output:
-        job = subprocess.Popen(words, env=ENVIRONMENT, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        environment = {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        job = subprocess.Popen(words, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     try:
         _wait(log, KILL_STEP, 0, job)
         lines = log.read_text().count("\n")

@@ -73,7 +73,10 @@ def test_death_of_the_lighthouse(tmp_path: Path) -> None:
         assert restarted.address == address
         assert run.finish() == 0, run.terminal()
         assert not run.events(ReplicaFailed)
-        assert all(steps == [1, 2, 3] for steps in run.committed().values())
+        # The new lighthouse may form its first quorum without a replica that it has not heard of yet; that one heals.
+        for steps in run.committed().values():
+            assert steps == sorted(set(steps))
+            assert steps[-1] == 3
         ids = {event.quorum_id for event in run.events(Quorum)}
         assert len(ids) > 1, "a quorum of the new lighthouse must not pass for one of the old"
         assert run.left_over() == []

@@ -181,17 +181,24 @@ class Run:
         await settle()
         await scenario(self)
         await settle()
-        try:
-            async with asyncio.timeout(5):
-                await self._end()
-        except RunFailed as failure:
-            self.reason = str(failure)
-        finally:
-            gc.collect()  # has asyncio complain of exceptions that nobody took
-            await settle()
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-            assert complaints == []
-            assert all(each.stopped for each in [*self.replicas, *self.lighthouses])
+        async with asyncio.timeout(5):
+            await self._end()
+        error = self._error()
+        gc.collect()  # has asyncio complain of exceptions that nobody took
+        await settle()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert complaints == []
+        assert all(each.stopped for each in [*self.replicas, *self.lighthouses])
+        if isinstance(error, RunFailed):
+            self.reason = str(error)
+        elif error is not None:
+            raise error
+
+    def _error(self) -> BaseException | None:
+        """How the run ended. What it had in its hands is let go of."""
+        task = self.__dict__.pop("task")
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        return error and error.with_traceback(None)
 
     async def _end(self) -> None:
         while not self.task.done():
@@ -199,7 +206,6 @@ class Run:
                 if not (self[replica_id].held or self[replica_id].stopped):
                     self[replica_id].finish()
             await asyncio.wait([self.task], timeout=0.002)
-        await self.task
 
 
 def train(
@@ -258,10 +264,10 @@ def _frozen():
     gc.unfreeze()
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
+@pytest.fixture
+def impatient(monkeypatch):
+    """Waits that are there for a slow world are short. Without it, nothing in these tests happens by time alone."""
     monkeypatch.setattr(finish, "ATTEND_AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(finish, "ALIGN_SECONDS", 0.1)
     monkeypatch.setattr(controller, "ANNOUNCE_SECONDS", 0.01)
 
 
@@ -639,7 +645,7 @@ def test_held_replicas_attend_the_quorum_that_another_asks_for():
     assert [replica.attended for replica in train(scenario).replicas] == [1, 1, 0]
 
 
-def test_quorum_that_formed_without_the_late_one_is_attended_again():
+def test_quorum_that_formed_without_the_late_one_is_attended_again(impatient):
     async def scenario(run):
         run[0].finish()
         run[1].finish()
@@ -749,7 +755,7 @@ def test_ranks_of_a_replica_may_differ():
     assert train(scenario, ranks=2).reason is None
 
 
-def test_replica_that_missed_the_last_outer_step_heals_in_one_more_quorum():
+def test_replica_that_missed_the_last_outer_step_heals_in_one_more_quorum(impatient):
     async def scenario(run):
         run[0].finish(outer_step=3)
         run[1].finish(outer_step=3)
@@ -763,7 +769,7 @@ def test_replica_that_missed_the_last_outer_step_heals_in_one_more_quorum():
     assert [event.outer_step for event in run.events(ReplicaFinished)] == [3, 3, 2, 3]
 
 
-def test_ranks_that_tell_of_their_healing_one_after_the_other_are_waited_for():
+def test_ranks_that_tell_of_their_healing_one_after_the_other_are_waited_for(impatient):
     async def scenario(run):
         run[0].finish(outer_step=3)
         run[1].finish(outer_step=3)
@@ -779,7 +785,9 @@ def test_ranks_that_tell_of_their_healing_one_after_the_other_are_waited_for():
     assert [event.outer_step for event in run.events(ReplicaFinished)] == [3, 3, 2, 3]
 
 
-def test_replica_that_never_reaches_the_last_outer_step_fails_the_run():
+def test_replica_that_never_reaches_the_last_outer_step_fails_the_run(impatient, monkeypatch):
+    monkeypatch.setattr(finish, "ALIGN_SECONDS", 0.1)
+
     async def scenario(run):
         for replica_id, outer_step in enumerate([3, 3, 2]):
             run[replica_id].finish(outer_step=outer_step)
@@ -789,7 +797,7 @@ def test_replica_that_never_reaches_the_last_outer_step_fails_the_run():
     assert all(replica.attended > 0 for replica in run.replicas)
 
 
-def test_replica_that_dies_in_the_last_quorum_is_waited_for():
+def test_replica_that_dies_in_the_last_quorum_is_waited_for(impatient):
     async def scenario(run):
         for replica_id, outer_step in enumerate([3, 3, 2]):
             run[replica_id].finish(outer_step=outer_step)
@@ -801,7 +809,7 @@ def test_replica_that_dies_in_the_last_quorum_is_waited_for():
     assert train(scenario).reason is None
 
 
-def test_nobody_leaves_while_one_waits_in_a_quorum_and_all_help_it_out():
+def test_nobody_leaves_while_one_waits_in_a_quorum_and_all_help_it_out(impatient):
     async def scenario(run):
         run[0].quorum.clear()
         run[0].finish()
@@ -944,7 +952,7 @@ def test_replica_launched_after_the_restart_is_launched_with_its_number():
 
 
 @pytest.mark.parametrize("answer", ["never", "error"])
-def test_replica_that_does_not_answer_does_not_hold_up_the_lighthouse(answer):
+def test_replica_that_does_not_answer_does_not_hold_up_the_lighthouse(answer, impatient):
     async def mute(_: int) -> None:
         if answer == "error":
             raise ConnectionError("gone")

@@ -151,3 +151,9 @@ def test_observer_can_log_what_follows_from_an_event(tmp_path):
     log.close()
     assert [type(event) for event in seen] == [Step, RunFinished]
     assert lines(tmp_path / "events.jsonl") == seen
+
+
+def test_loss_that_is_not_finite_is_null_in_the_file() -> None:
+    line = to_json(Step(replica=0, step=1, loss=float("nan"), tokens=1, seconds=1.0))
+    assert json.loads(line, parse_constant=lambda _: pytest.fail("not JSON"))["loss"] is None
+    assert math.isnan(from_json(line).loss)

@@ -67,7 +67,7 @@ def run(*failures: Event, end: RunFinished | None = END) -> Iterator[Event]:
         versions={},
     )
     for replica in range(2):
-        yield ReplicaStarted(time=START + 2, replica=replica, attempt=0, pids={0: 1, 1: 2})
+        yield ReplicaStarted(time=START + 2, replica=replica, attempt=0, pids={0: 1, 1: 2}, actor_pid=9)
     for number in (1, 2):
         for replica in range(2):
             yield Step(time=START + 12, replica=replica, step=20 * number, loss=5.0, tokens=18700, seconds=10.0)
@@ -75,7 +75,9 @@ def run(*failures: Event, end: RunFinished | None = END) -> Iterator[Event]:
         for failure in failures if number == 1 else ():
             yield failure
             if isinstance(failure, ReplicaFailed):
-                yield ReplicaStarted(time=failure.time + 1, replica=1, attempt=failure.attempt + 1, pids={0: 3, 1: 4})
+                yield ReplicaStarted(
+                    time=failure.time + 1, replica=1, attempt=failure.attempt + 1, pids={0: 3, 1: 4}, actor_pid=9
+                )
     for replica in range(2):
         yield ReplicaFinished(time=START + 93, replica=replica, step=40, outer_step=2)
     if end is not None:

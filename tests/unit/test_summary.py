@@ -65,7 +65,7 @@ def outer(at: float, replica: int, number: int, *, error: str | None = None) -> 
 
 
 def started(at: float, replica: int, attempt: int = 0) -> ReplicaStarted:
-    return ReplicaStarted(time=START + at, replica=replica, attempt=attempt, pids={0: 1, 1: 2})
+    return ReplicaStarted(time=START + at, replica=replica, attempt=attempt, pids={0: 1, 1: 2}, actor_pid=9)
 
 
 def fault(at: float, replica: int = 1) -> FaultInjected:
@@ -218,9 +218,9 @@ def test_a_loss_that_is_no_number_is_noted_once():
 
 
 def test_a_lighthouse_that_fails_and_returns_is_noted():
-    first = LighthouseStarted(time=START + 1, address="http://host:1", attempt=0)
+    first = LighthouseStarted(time=START + 1, address="http://host:1", attempt=0, pid=8)
     gone = LighthouseFailed(time=START + 5, cause="exit code 1")
-    again = LighthouseStarted(time=START + 6, address="http://host:1", attempt=1)
+    again = LighthouseStarted(time=START + 6, address="http://host:1", attempt=1, pid=8)
     notes = fold(STARTED, first, gone, again).notes
     assert [(note.seconds, note.text) for note in notes] == [
         (5.0, "lighthouse failed: exit code 1; starting it again"),

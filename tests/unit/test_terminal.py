@@ -40,7 +40,7 @@ def run_with_a_fault(replicas: int = 3, method: str = "diloco") -> Iterator[Even
         versions={},
     )
     for replica in range(replicas):
-        yield ReplicaStarted(time=START + 1, replica=replica, attempt=0, pids={0: 41, 1: 42})
+        yield ReplicaStarted(time=START + 1, replica=replica, attempt=0, pids={0: 41, 1: 42}, actor_pid=9)
     for step in range(1, 41):
         now = START + 2 + step / 2
         for replica in range(replicas):
@@ -58,7 +58,7 @@ def run_with_a_fault(replicas: int = 3, method: str = "diloco") -> Iterator[Even
                 log="replica_1/rank_1.log",
                 action="respawn",
             )
-            yield ReplicaStarted(time=now + 2, replica=1, attempt=1, pids={0: 43, 1: 44})
+            yield ReplicaStarted(time=now + 2, replica=1, attempt=1, pids={0: 43, 1: 44}, actor_pid=9)
             yield Quorum(time=now + 4, replica=1, quorum_id=2, participants=3, healing=True, seconds=1.0)
         for replica in range(replicas if step % 20 == 0 and method != "none" else 0):
             yield OuterStep(
