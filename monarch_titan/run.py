@@ -145,8 +145,6 @@ class _Run:
             pump.cancel()
             if self._fork_server is not None:
                 self._fork_server.stop()
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(_awaited(monarch.actor.shutdown_context()), 10)
 
     def _start_fork_server(self) -> None:
         from monarch_titan.actors.forkserver import ForkServer
@@ -208,12 +206,13 @@ async def _first_error(run: Any, pump: asyncio.Task[None]) -> None:
     task = asyncio.ensure_future(run)
     try:
         await asyncio.wait([task, pump], return_when=asyncio.FIRST_COMPLETED)
-        if pump.done():
-            pump.result()
     finally:
         if not task.done():
             task.cancel()
-        await task
+            await asyncio.gather(task, return_exceptions=True)
+    if pump.done():
+        pump.result()
+    await task
 
 
 async def _interruptible(run: Any) -> None:
@@ -237,10 +236,6 @@ async def _interruptible(run: Any) -> None:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
 
 
 @contextlib.contextmanager

@@ -69,7 +69,10 @@ def read_process_report(report: str) -> tuple[int | None, str | None]:
 
 def describe_exit(code: int) -> str:
     """How a process ended, in words; negative codes are signals, as in ``subprocess``."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process exited with code {code}"
+    if code >= 0:
+        return f"its process exited with code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"
 
 
 class _CpuDevice(types.ModuleType):
