@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_titan.config.errors import ConfigError
+from monarch_titan.config.loader import BYTE_TOKENIZER
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
@@ -144,7 +145,8 @@ def _check_files(config: MonarchTrainer.Config) -> None:
     # Other tokenizers, such as the byte tokenizer, are given the path and read nothing.
     if isinstance(config.tokenizer, HuggingFaceTokenizer.Config):
         exists = os.path.exists(config.hf_assets_path)
-        _require(exists, "hf_assets_path", "be a folder that exists, for the tokenizer", config.hf_assets_path)
+        rule = f'be a folder that exists, for the tokenizer, or "{BYTE_TOKENIZER}", which needs none'
+        _require(exists, "hf_assets_path", rule, config.hf_assets_path)
     loaders = {"dataloader": config.dataloader}
     if getattr(config.validator, "enable", False):
         loaders["validator.dataloader"] = config.validator.dataloader

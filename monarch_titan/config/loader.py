@@ -34,6 +34,10 @@ SECTIONS = {"torchtitan": Base, "fault_tolerance": FaultTolerance, "monarch": Mo
 """The sections of our own, which need no TorchTitan to be checked."""
 
 
+BYTE_TOKENIZER = "byte_tokenizer"
+"""The ``hf_assets_path`` that stands for the project's tokenizer, which reads nothing."""
+
+
 def load(path: str | os.PathLike[str], *overrides: str) -> MonarchTrainer.Config:
     """The configuration that a TOML file describes, with every key and every type checked.
 
@@ -61,7 +65,26 @@ def load(path: str | os.PathLike[str], *overrides: str) -> MonarchTrainer.Config
         registry = _registry(base.module)
     with _blamed_on(chosen["config"]):
         config = as_monarch(_configuration(registry, base.config), MonarchTrainer.Config)
+    dataloader = given.value["dataloader"].value if "dataloader" in given.value else {}
+    said = {"dataset": dataloader.get("dataset"), "assets": given.value.get("hf_assets_path")}
+    use_own_components(config, **{name: value.value for name, value in said.items() if value is not None})
     return lay(config, given)
+
+
+def use_own_components(config: MonarchTrainer.Config, dataset: str = "", assets: str = "") -> None:
+    """Exchange what a name of ours stands for: ``dataset = "local_text"``, ``hf_assets_path = "byte_tokenizer"``.
+
+    TorchTitan's configurations name classes, which TOML cannot.
+    """
+    from torchtitan.config.override import derive
+
+    from monarch_titan.training.data import LocalTextDataLoader
+    from monarch_titan.training.tokenizer import ByteTokenizer
+
+    if dataset == "local_text" and not isinstance(config.dataloader, LocalTextDataLoader.Config):
+        config.dataloader = derive(config.dataloader, LocalTextDataLoader.Config)
+    if assets == BYTE_TOKENIZER:
+        config.tokenizer = ByteTokenizer.Config()
 
 
 def _check_own_sections(given: Given) -> None:

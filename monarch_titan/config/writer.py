@@ -8,7 +8,7 @@ from typing import Any
 
 import tomlkit
 
-from monarch_titan.config.loader import as_monarch, base_config
+from monarch_titan.config.loader import as_monarch, base_config, use_own_components
 from monarch_titan.config.overlay import expressible
 
 NO_BASE = "Made in Python: to train this file, name the configuration function that it started from in [torchtitan]."
@@ -21,6 +21,8 @@ def to_toml(config: Any) -> str:
     ``[torchtitan]`` names. What was exchanged for another class in Python cannot be said; a comment names it.
     """
     base = as_monarch(base_config(config.torchtitan), type(config)) if config.torchtitan.config else None
+    if base is not None:
+        use_own_components(base, config.dataloader.dataset, config.hf_assets_path)
     exchanged: list[str] = []
     if base is not None and _model(config) != _model(base):
         exchanged.append("model_spec")

@@ -10,6 +10,7 @@ from torchtitan.trainer import Trainer
 
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.loader import as_monarch, load
+from monarch_titan.config.writer import to_toml
 from monarch_titan.training.trainer import MonarchTrainer
 
 BASE = '[torchtitan]\nmodule = "monarch_titan"\nconfig = "llama3_debug_diloco"\n'
@@ -328,3 +329,19 @@ def test_cheap_mistakes_are_found_before_torch_is_imported(tmp_path, text, overr
     )
     command = [sys.executable, "-c", script, file, override]
     assert subprocess.run(command, check=False, timeout=60).returncode == 0
+
+
+def test_any_model_trains_on_local_text_with_the_byte_tokenizer(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text(
+        'hf_assets_path = "byte_tokenizer"\n[torchtitan]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
+        '[dataloader]\ndataset = "local_text"\ninfinite = false\n'
+    )
+    config = load(file, "training.steps=20")
+    assert type(config.dataloader).__qualname__ == "LocalTextDataLoader.Config"
+    assert type(config.tokenizer).__qualname__ == "ByteTokenizer.Config"
+    assert config.dataloader.infinite is False
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(config))
+    assert "exchanged" not in again.read_text()
+    assert to_toml(load(again)) == to_toml(config)
