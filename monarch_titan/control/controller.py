@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from monarch_titan.control.events import (
@@ -155,7 +155,7 @@ class Controller:
             try:
                 replica = member.replica = await self._launch(launch)
                 if launch.lighthouse_attempt != self._lighthouse_attempt:
-                    await replica.announce_lighthouse(self._lighthouse_attempt)
+                    await self._announce_lighthouse([replica])
                 failure = await replica.run()
             except Exception as error:
                 failure = Failure(cause=_in_a_line(error))
@@ -245,12 +245,12 @@ class Controller:
                 self._log(LighthouseFailed(cause=cause))
             finally:
                 await _to_its_end(lighthouse.stop())
-            await self._announce_lighthouse()
+            # One that is being launched learns it afterwards.
+            await self._announce_lighthouse([member.replica for member in self._members if member.replica is not None])
             lighthouse = await self._new_lighthouse()
 
-    async def _announce_lighthouse(self) -> None:
-        """Tell the replicas that run; one that is being launched learns it afterwards."""
-        replicas = [member.replica for member in self._members if member.replica is not None]
+    async def _announce_lighthouse(self, replicas: Sequence[Replica]) -> None:
+        """Tell replicas of the newest attempt. One that cannot be told is failing, and its supervision sees why."""
         calls = [replica.announce_lighthouse(self._lighthouse_attempt) for replica in replicas]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANNOUNCE_SECONDS):

@@ -40,21 +40,28 @@ class Finish:
 
     async def reached(self) -> str | None:
         """Wait until all are held or lost and none is in a quorum; None if they agree, or how they differ."""
-        await self._changes.until(self._all_held)
-        if not await self._changes.until(self._settled, within=ATTEND_AGAIN_SECONDS):
-            # The last outer step committed on some only, and a quorum heals the others. Or some wait in one that is
-            # over for their peers: it takes all to get them out.
-            self._align = True
-            self._changes.notify()
-            await self._changes.until(self._settled, within=ALIGN_SECONDS)
-            self._align = False
-            await self._changes.until(self._all_held)
+        await self._meet()
         finals: dict[int, set[tuple[int, str]]] = {}
         for member in self._members:
             for rank, report in member.finished.items():
                 finals.setdefault(rank, set()).add((report.outer_step, report.state))
         different = [rank for rank, states in finals.items() if len(states) > 1]
         return f"the replicas' global parameters differ at the end, on rank {min(different)}" if different else None
+
+    async def _meet(self) -> None:
+        """Wait until all are at one outer step and in no quorum, or until helping each other there takes too long."""
+        in_time = True
+        while in_time:
+            await self._changes.until(self._all_held)
+            if await self._changes.until(self._settled, within=ATTEND_AGAIN_SECONDS):
+                return
+            # The last outer step committed on some only, and a quorum heals the others. Or some wait in one that is
+            # over for their peers: it takes all to get them out.
+            self._align = True
+            self._changes.notify()
+            # One that dies in it may need long to come back, and then asks for its quorums itself.
+            in_time = await self._changes.until(lambda: self._settled() or not self._all_held(), within=ALIGN_SECONDS)
+            self._align = False
 
     async def release(self) -> None:
         """Let all leave."""

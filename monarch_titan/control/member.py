@@ -119,11 +119,11 @@ class Changes:
         self._next = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool], within: float | None = None) -> bool:
-        """True as soon as the condition holds, False when it does not ``within`` so many seconds."""
+        """True as soon as the condition holds, False when it does not after ``within`` seconds."""
         try:
             async with asyncio.timeout(within):
                 while not condition():
                     await self._next.wait()
         except TimeoutError:
-            return False
+            return condition()  # it may have come about in the same turn of the loop
         return True

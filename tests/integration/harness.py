@@ -32,7 +32,7 @@ SMALL = (
     "training.local_batch_size=1",
     "fault_tolerance.sync_steps=10",
     "monarch.check_replicas=outer_step",
-    "monarch.lighthouse.heartbeat_timeout_ms=2000",
+    "monarch.lighthouse.heartbeat_timeout_ms=3000",
 )
 
 E = TypeVar("E", bound=Event)

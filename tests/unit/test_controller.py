@@ -27,6 +27,7 @@ from monarch_titan.control.events import (
     Step,
     TrainerFinished,
 )
+from monarch_titan.control.member import Changes
 from monarch_titan.control.recovery import Action, RecoveryPolicy
 
 START, RESPAWN, REALLOCATE = Action.START, Action.RESPAWN, Action.REALLOCATE
@@ -39,10 +40,11 @@ class FakeReplica:
         self._run, self.launch = run, launch
         self._ended: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
         self.attended = 0
+        self.waits = False
         self.quorum = ready()
         """A replica that attends is back when this is set."""
         self.finished_ranks: set[int] = set()
-        self.released = self.stopped = False
+        self.runs = self.released = self.stopped = False
         self.may_stop = ready()
         self.lighthouse_attempt = launch.lighthouse_attempt
 
@@ -53,11 +55,14 @@ class FakeReplica:
     # What the controller calls
 
     async def run(self) -> Failure | None:
+        self.runs = True
         return await self._ended
 
     async def attend(self) -> None:
         self.attended += 1
+        self.waits = True
         await self.quorum.wait()
+        self.waits = False
 
     async def announce_lighthouse(self, attempt: int) -> None:
         self.lighthouse_attempt = attempt
@@ -809,6 +814,49 @@ def test_replica_that_dies_in_the_last_quorum_is_waited_for(impatient):
     assert train(scenario).reason is None
 
 
+def test_replica_that_dies_in_the_last_quorum_may_take_long_to_come_back(impatient, monkeypatch):
+    monkeypatch.setattr(finish, "ALIGN_SECONDS", 0.05)
+    hosts = asyncio.Event()
+
+    async def wait_for_hosts(_):
+        await hosts.wait()
+
+    async def scenario(run):
+        for replica_id, outer_step in enumerate([3, 3, 2]):
+            run[replica_id].finish(outer_step=outer_step)
+        while not run[2].attended:
+            await asyncio.sleep(0.001)
+        run.before_launch = wait_for_hosts
+        await fail(run, 2)
+        await asyncio.sleep(2 * finish.ALIGN_SECONDS)
+        run[1].quorum.clear()
+        hosts.set()
+        await settle()
+        run[2].ask()
+        while not run[1].waits:
+            await asyncio.sleep(0.001)
+        run[2].form()
+        run[2].finish()
+        await settle()
+        assert not run[1].released, "it is still in a quorum"
+        run[1].quorum.set()
+
+    run = train(scenario)
+    assert run.reason is None
+    assert all(run[replica_id].released for replica_id in range(3))
+
+
+def test_replica_that_healed_to_other_parameters_in_the_last_quorum_fails_the_run(impatient):
+    async def scenario(run):
+        for replica_id, outer_step in enumerate([3, 3, 2]):
+            run[replica_id].finish(outer_step=outer_step)
+        while not all(replica.attended for replica in run.replicas):
+            await asyncio.sleep(0.001)
+        run[2].finish(outer_step=3, state="other")
+
+    assert train(scenario).reason == "the replicas' global parameters differ at the end, on rank 0"
+
+
 def test_nobody_leaves_while_one_waits_in_a_quorum_and_all_help_it_out(impatient):
     async def scenario(run):
         run[0].quorum.clear()
@@ -827,6 +875,18 @@ def test_nobody_leaves_while_one_waits_in_a_quorum_and_all_help_it_out(impatient
     run = train(scenario)
     assert run.reason is None
     assert all(replica.released for replica in run.replicas)
+
+
+def test_what_comes_about_in_the_moment_of_the_timeout_counts():
+    async def wait() -> bool:
+        changes, happened = Changes(), []
+        waiting = asyncio.create_task(changes.until(lambda: bool(happened), within=0))
+        await asyncio.sleep(0)
+        happened.append(True)
+        changes.notify()
+        return await waiting
+
+    assert asyncio.run(wait())
 
 
 # Replicas compared after every outer step ----------------------------------------------------------------------------
@@ -940,6 +1000,34 @@ def test_replica_launched_during_the_restart_learns_of_it():
         assert run[1].lighthouse_attempt == 1
 
     train(scenario)
+
+
+@pytest.mark.parametrize("answer", ["never", "error"])
+def test_replica_launched_during_the_restart_trains_even_if_it_does_not_answer(answer, impatient, monkeypatch):
+    launching = asyncio.Event()
+
+    async def wait(_):
+        await launching.wait()
+
+    async def scenario(run):
+        run.before_launch = wait
+        await fail(run, 1)
+        run.lighthouses[0].died.set_result("")
+        await settle()
+        monkeypatch.setattr(FakeReplica, "announce_lighthouse", {"never": never, "error": refuse}[answer])
+        launching.set()
+        while not run[1].runs:
+            await asyncio.sleep(0.001)
+
+    async def never(*_):
+        await asyncio.Event().wait()
+
+    async def refuse(*_):
+        raise ConnectionError("gone")
+
+    run = train(scenario)
+    assert run.actions(1) == [START, RESPAWN]
+    assert run.reason is None
 
 
 def test_replica_launched_after_the_restart_is_launched_with_its_number():
