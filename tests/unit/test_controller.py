@@ -94,13 +94,16 @@ class FakeReplica:
         for rank in self._run.all_ranks if ranks is None else ranks:
             position = f"{self.launch.attempt}.{outer_step}.{rank}"
             self.report(OuterStepCommitted, rank, outer_step=outer_step, data=position)
+        self.tell_outer_step(outer_step, committed=True, contributed=contributed)
+
+    def tell_outer_step(self, outer_step: int, *, committed: bool, contributed: bool) -> None:
         self._run.controller.receive(
             OuterStep(
                 replica=self.launch.replica,
                 outer_step=outer_step,
                 step=20 * outer_step,
                 participants=3,
-                committed=True,
+                committed=committed,
                 contributed=contributed,
                 seconds=0.1,
                 bytes=8,
@@ -340,6 +343,15 @@ def test_outer_step_after_healing_does_not_set_them_back():
     run = train(scenario, policy=policy(max_failures=3))
     assert len(run.actions(1)) == 3
     assert [event.replica for event in run.events(ReplicaLost)] == [1]
+
+
+def test_outer_step_that_does_not_commit_does_not_set_them_back():
+    async def scenario(run):
+        for outer_step in range(3):
+            run[1].tell_outer_step(outer_step, committed=False, contributed=True)
+            await fail(run, 1)
+
+    assert len(train(scenario, policy=policy(max_failures=3)).actions(1)) == 3
 
 
 def test_relaunch_waits_as_long_as_the_policy_says():
@@ -650,6 +662,46 @@ def test_held_replicas_attend_the_quorum_that_another_asks_for():
     assert [replica.attended for replica in train(scenario).replicas] == [1, 1, 0]
 
 
+def test_replica_that_failed_while_it_asked_is_attended_when_it_asks_again():
+    hosts = asyncio.Event()
+
+    async def wait_for_hosts(_):
+        await hosts.wait()
+
+    async def scenario(run):
+        run[2].ask()
+        run.before_launch = wait_for_hosts
+        await fail(run, 2)
+        run[0].finish()
+        await settle()
+        assert run[0].attended == 0
+        hosts.set()
+        await settle()
+        run[2].ask()
+        await settle()
+        assert run[0].attended == 1
+        run[2].form()
+
+    train(scenario)
+
+
+def test_replica_that_cannot_attend_is_failing_and_relaunched():
+    async def gone() -> None:
+        raise ConnectionError("gone")
+
+    async def scenario(run):
+        run[0].finish()
+        run[0].attend = gone
+        run[2].ask()
+        await settle()
+        await fail(run, 0)
+        run[2].form()
+
+    run = train(scenario)
+    assert run.actions(0) == [START, RESPAWN]
+    assert [event.cause for event in run.events(ReplicaFailed)] == ["it broke"]
+
+
 def test_quorum_that_formed_without_the_late_one_is_attended_again(impatient):
     async def scenario(run):
         run[0].finish()
@@ -740,6 +792,21 @@ def test_nothing_is_relaunched_after_the_release():
     assert run.reason is None
 
 
+def test_replica_that_dies_of_the_release_does_not_fail_the_run():
+    async def scenario(run):
+        async def die() -> None:
+            run[0].fail()
+            raise ConnectionError("gone")
+
+        run[0].release = die
+        for replica in run.replicas:
+            replica.finish()
+
+    run = train(scenario)
+    assert run.reason is None
+    assert not run.events(ReplicaFailed)
+
+
 def test_global_parameters_that_differ_at_the_end_fail_the_run():
     async def scenario(run):
         for replica_id, state in enumerate(["same", "same", "other"]):
@@ -749,6 +816,15 @@ def test_global_parameters_that_differ_at_the_end_fail_the_run():
     run = train(scenario, ranks=2)
     assert run.reason == "the replicas' global parameters differ at the end, on rank 1"
     assert not any(replica.released for replica in run.replicas)
+
+
+def test_first_of_several_ranks_that_differ_is_named():
+    async def scenario(run):
+        run[0].finish()
+        run[1].finish(state="other")
+        run[2].finish()
+
+    assert train(scenario, ranks=2).reason == "the replicas' global parameters differ at the end, on rank 0"
 
 
 def test_ranks_of_a_replica_may_differ():
@@ -935,6 +1011,11 @@ def test_replica_one_outer_step_behind_is_still_compared():
     assert run.reason == "replicas 0 and 1 differ after outer step 1, on rank 0"
 
 
+def test_memory_of_the_comparison_does_not_grow_with_the_run():
+    run = train(receive(*(state(replica, outer_step) for outer_step in range(100) for replica in range(3))))
+    assert len(run.controller._states) == 2
+
+
 def test_replica_that_repeats_outer_steps_is_not_compared_with_itself():
     run = train(receive(state(0, 1), state(0, 1, "other")), num_replicas=1, min_replicas=1)
     assert run.reason is None
@@ -981,6 +1062,19 @@ def test_death_of_the_lighthouse_is_told_before_what_is_left_of_it_is_stopped():
         run.lighthouses[0].may_stop.set()
 
     train(scenario)
+
+
+def test_replica_that_is_being_stopped_is_not_told():
+    async def scenario(run):
+        dying = run[1]
+        dying.may_stop.clear()
+        await fail(run, 1)
+        run.lighthouses[0].died.set_result("")
+        await settle()
+        assert dying.lighthouse_attempt == 0
+        dying.may_stop.set()
+
+    assert train(scenario)[1].launch.lighthouse_attempt == 1
 
 
 def test_replica_launched_during_the_restart_learns_of_it():
@@ -1125,6 +1219,16 @@ def test_run_cancelled_while_a_replica_is_being_stopped_stops_it_wholly():
         run[1].may_stop.clear()
         await fail(run, 1)
         asyncio.get_running_loop().call_later(0.005, run[1].may_stop.set)
+
+    cancel_after(scenario)
+
+
+def test_run_cancelled_while_a_dead_lighthouse_is_being_stopped_stops_it_wholly():
+    async def scenario(run):
+        run.lighthouses[0].may_stop.clear()
+        run.lighthouses[0].died.set_result("frozen")
+        await settle()
+        asyncio.get_running_loop().call_later(0.005, run.lighthouses[0].may_stop.set)
 
     cancel_after(scenario)
 
