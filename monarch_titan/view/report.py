@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 
@@ -16,6 +17,7 @@ FILES = {
     "config.toml": "the configuration it ran with",
     "events.jsonl": "everything above, one event a line",
     "replica_<i>/rank_<r>.log": "what rank r of replica i printed",
+    "controller.log": "what the controller and the lighthouse printed",
 }
 CAUSE_WIDTH = 50
 VERDICT_STYLES = {"succeeded": "bold green", "failed": "bold red"}
@@ -26,14 +28,17 @@ def report(run_dir: Path, console: Console) -> int:
     path = run_dir / "events.jsonl"
     try:
         summary = RunSummary.read(path)
-    except (FileNotFoundError, NotADirectoryError):
-        console.out(f"{path} does not exist: RUN_DIR must be the dump folder of a run.", highlight=False)
-        return 2
+    except OSError as error:
+        return _mistake(f"RUN_DIR must be the dump folder of a run: {path}: {error.strerror}.")
     if summary.started is None:
-        console.out(f"{path} holds no run: it has no run_started event.", highlight=False)
-        return 2
+        return _mistake(f"{path} holds no run: it has no run_started event.")
     print_report(console, summary, run_dir)
     return 0
+
+
+def _mistake(message: str) -> int:
+    print(f"monarch-titan: error: {message}", file=sys.stderr)
+    return 2
 
 
 def print_report(console: Console, summary: RunSummary, dump_folder: Path | str) -> None:

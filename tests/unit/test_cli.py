@@ -142,7 +142,7 @@ def test_train_injects_no_fault(outcome, file):
 
 def test_report_of_a_folder_that_holds_no_run(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert "RUN_DIR must be the dump folder of a run" in capsys.readouterr().out.replace("\n", " ")
+    assert "RUN_DIR must be the dump folder of a run" in capsys.readouterr().err
 
 
 def test_version(monkeypatch, capsys):

@@ -154,10 +154,10 @@ def test_report_reads_the_folder_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, ""], ids=["no file", "empty file"])
-def test_report_without_a_run_is_one_clear_line(tmp_path, content):
+def test_report_without_a_run_is_one_clear_line(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "events.jsonl").write_text(content)
-    out = io.StringIO()
-    assert report(tmp_path, Console(file=out, width=80)) == 2
-    assert out.getvalue().count("\n") == 1
-    assert str(tmp_path / "events.jsonl") in out.getvalue()
+    assert report(tmp_path, Console(file=io.StringIO(), width=80)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(tmp_path / "events.jsonl") in error
