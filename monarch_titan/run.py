@@ -66,6 +66,17 @@ def train(
     folder = Path(config.dump_folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(resolved)
+    with _terminable():
+        return _recorded(config, folder, observers, faults)
+
+
+def _recorded(
+    config: MonarchTrainer.Config,
+    folder: Path,
+    observers: Iterable[Callable[[Event], None]],
+    faults: Sequence[Fault],
+) -> RunSummary:
+    """Train with every event written down, the last one however it ends."""
     summary = RunSummary()
     events = EventLog(folder / "events.jsonl", [summary, *observers])
     if faults:
@@ -74,7 +85,7 @@ def train(
     status, reason = "failed", "internal error"
     events(_run_started(config, folder))
     try:
-        with _terminable(), _output_to(folder / "controller.log"):
+        with _output_to(folder / "controller.log"):
             asyncio.run(_Run(config, folder, events).run())
         status, reason = "succeeded", ""
     except KeyboardInterrupt as stop:
