@@ -59,7 +59,6 @@ class Fragment:
     """
 
     def __init__(self, parameters: list[tuple[str, torch.Tensor]], outer: dict[str, Any], device: torch.device) -> None:
-        self.names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._device = device
         self.globals = [local(parameter).to(torch.float32, copy=True) for parameter in self._parameters]
