@@ -11,7 +11,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from monarch_titan import run
-from monarch_titan.config.loader import as_monarch
+from monarch_titan.config.base import as_monarch
 from monarch_titan.training.data import LocalTextDataLoader
 from monarch_titan.training.tokenizer import ByteTokenizer
 from monarch_titan.training.trainer import MonarchTrainer
@@ -30,7 +30,7 @@ def deepseek_v3_debug_diloco() -> MonarchTrainer.Config:
 
 
 def _debug(base: Trainer.Config, name: str) -> MonarchTrainer.Config:
-    config = as_monarch(base, MonarchTrainer.Config)
+    config = as_monarch(base)
     config.torchtitan.module, config.torchtitan.config = "monarch_titan", name
     config.monarch.num_replicas, config.monarch.procs_per_host = 3, 2
     config.dataloader = LocalTextDataLoader.Config()

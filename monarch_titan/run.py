@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from monarch_titan import upstream
-from monarch_titan.config.checks import check
+from monarch_titan.config.checks import check, check_here
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.writer import to_toml
 from monarch_titan.control.controller import Controller, Launch, RunFailed
@@ -63,6 +63,7 @@ def train(
     resolved = to_toml(config)  # before it is adapted to the machine at hand: another may train it again
     cpu.adapt(config)
     check(config)
+    check_here(config)
     folder = Path(config.dump_folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(resolved)

@@ -160,6 +160,11 @@ def spmd_backend_needs_dtensor() -> bool:
     return Version(torch.__version__) < Version("2.14.0.dev0")
 
 
+def owner(config: type) -> Any:
+    """The class that a ``Config`` of TorchTitan 0.3 builds, which it keeps to itself."""
+    return config._owner  # type: ignore[attr-defined]
+
+
 class QuorumClient:
     """TorchFT's quorum client with quorum ids that stay unique when the lighthouse is restarted.
 

@@ -5,14 +5,19 @@ TorchTitan and TorchFT check much of this too, but inside the trainers, after mi
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from monarch_titan.config.base import BYTE_TOKENIZER, nearest
+from monarch_titan.config.converters import enabled_converters
 from monarch_titan.config.errors import ConfigError
-from monarch_titan.config.loader import BYTE_TOKENIZER
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
@@ -20,16 +25,68 @@ if TYPE_CHECKING:
     from monarch_titan.training.trainer import MonarchTrainer
 
 
+OPTIMIZERS = ("Adam", "AdamW", "DistMuon")
+"""What TorchTitan 0.3 knows by name."""
+
+
 def check(config: MonarchTrainer.Config) -> None:
-    """Raise ConfigError for the first option that contradicts another or is out of its range.
+    """Raise ConfigError for the first option that contradicts another or is out of its range, wherever it would run."""
+    _check_monarch(config)
+    _check_training(config)
+    _check_optimizer(config)
+    _check_fault_tolerance(config)
+    _check_parallelism(config)
+    _check_dataset_paths(config)
+
+
+def check_here(config: MonarchTrainer.Config) -> None:
+    """Raise ConfigError for the first thing that this machine lacks to train it.
 
     Creates ``dump_folder``, as the run would: whether it can be is found by doing it.
     """
-    _check_monarch(config)
-    _check_training(config)
-    _check_fault_tolerance(config)
-    _check_parallelism(config)
-    _check_files(config)
+    scheduler = config.monarch.scheduler
+    rule = 'be "local" to train: the other schedulers can be validated and are not launched yet'
+    _require(scheduler == "local", "monarch.scheduler", rule, scheduler)
+    _check_converters(config)
+    _check_assets(config)
+    _check_dump_folder(config.dump_folder)
+
+
+def _check_converters(config: MonarchTrainer.Config) -> None:
+    """TorchTitan checks this too, inside the trainers."""
+    try:
+        for converter in enabled_converters(config):
+            converter.build()
+    except (ImportError, ValueError, NotImplementedError) as error:
+        raise ConfigError(f"torchtitan.converters: this machine cannot convert the model: {error}") from error
+
+
+def _check_optimizer(config: MonarchTrainer.Config) -> None:
+    """Each group's arguments, by giving them to the optimizer that they are for."""
+    for index, group in enumerate(config.optimizer.param_groups):
+        path = f"optimizer.param_groups.{index}"
+        name, arguments = group.optimizer_name, group.optimizer_kwargs
+        _require(name in OPTIMIZERS, f"{path}.optimizer_name", f"be one of {', '.join(OPTIMIZERS)}", name)
+        try:
+            re.compile(group.pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"{path}.pattern must be a regular expression ({error}), got {group.pattern!r}."
+            ) from error
+        _require("lr" in arguments, f"{path}.optimizer_kwargs", "hold lr", arguments)
+        optimizer = getattr(torch.optim, name, None)
+        if optimizer is None:
+            continue  # TorchTitan's own, with arguments that only a model on its meshes can check
+        known = inspect.signature(optimizer).parameters
+        for option in arguments:
+            if option not in known or option == "params":
+                raise ConfigError(f"unknown option {path}.optimizer_kwargs.{option}{nearest(option, known)}")
+        for option, value in arguments.items():
+            try:
+                optimizer([torch.zeros(1, requires_grad=True)], **{option: value})
+            except (TypeError, ValueError, RuntimeError) as error:
+                place = f"{path}.optimizer_kwargs.{option}"
+                raise ConfigError(f"{place} must be what {name} takes ({error}), got {value!r}.") from error
 
 
 def _require(holds: bool, option: str, rule: str, value: Any) -> None:
@@ -139,7 +196,7 @@ def _check_shapes(config: MonarchTrainer.Config, dims: ParallelDims) -> None:
     _require(size < 0 or (size > 0 and size % (batch * ranks) == 0), "training.global_batch_size", rule, size)
 
 
-def _check_files(config: MonarchTrainer.Config) -> None:
+def _check_assets(config: MonarchTrainer.Config) -> None:
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
     # Other tokenizers, such as the byte tokenizer, are given the path and read nothing.
@@ -147,13 +204,15 @@ def _check_files(config: MonarchTrainer.Config) -> None:
         exists = os.path.exists(config.hf_assets_path)
         rule = f'be a folder that exists, for the tokenizer, or "{BYTE_TOKENIZER}", which needs none'
         _require(exists, "hf_assets_path", rule, config.hf_assets_path)
+
+
+def _check_dataset_paths(config: MonarchTrainer.Config) -> None:
     loaders = {"dataloader": config.dataloader}
     if getattr(config.validator, "enable", False):
         loaders["validator.dataloader"] = config.validator.dataloader
     for option, loader in loaders.items():
         if loader.dataset == "local_text":
             _check_dataset(option, loader.dataset_path)
-    _check_dump_folder(config.dump_folder)
 
 
 def _check_dataset(option: str, path: str | None) -> None:

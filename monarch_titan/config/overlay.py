@@ -46,6 +46,9 @@ class Given:
     text: str | None = None
     """What was typed on the command line, so that ``dump_folder=2024`` is a name and not a number."""
 
+    said: str = ""
+    """The option's name as the user wrote it, where it has another one now."""
+
     @property
     def where(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
@@ -227,6 +230,7 @@ def _alike(new: Any, old: Any) -> Any:
 
 def _wrong(given: Given, hint: Any, option: str) -> ConfigError:
     shown = textwrap.shorten(json.dumps(given.plain(), ensure_ascii=False, default=str), 80, placeholder=" ...")
+    option = f"{given.said} ({option} now)" if given.said else option
     return ConfigError(f"{given.where}: {option} must be {_rule(hint)}, got {shown}.")
 
 
@@ -282,13 +286,13 @@ def _unknown(config: Any, name: str, option: str) -> str:
         return f"{prefix}{name} is derived by the controller ({reason}) and cannot be set; use monarch.num_replicas."
     near = difflib.get_close_matches(name, _names(config), n=1)
     # Else the right name in the wrong table.
-    near = near or [path for path in _paths(config) if path.rpartition(".")[2] == name]
+    near = near or [path for path in paths(config) if path.rpartition(".")[2] == name]
     hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(_names(config)) or 'none'}."
     return f"unknown option {prefix}{name}; {hint}"
 
 
-def _paths(config: Any) -> Iterator[str]:
-    """All options below a dataclass, a list or a dictionary."""
+def paths(config: Any) -> Iterator[str]:
+    """All options below a dataclass, a list or a dictionary, by their dotted paths."""
     if dataclasses.is_dataclass(config):
         items = {name: getattr(config, name, None) for name in _names(config)}
     elif isinstance(config, list):
@@ -297,4 +301,4 @@ def _paths(config: Any) -> Iterator[str]:
         items = config if isinstance(config, dict) else {}
     for name, value in items.items():
         yield name
-        yield from (f"{name}.{path}" for path in _paths(value))
+        yield from (f"{name}.{path}" for path in paths(value))

@@ -8,7 +8,7 @@ TorchTitan's own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from monarch_titan.control.recovery import RecoveryPolicy
 
@@ -22,6 +22,21 @@ class Base:
 
     config: str = ""
     """TorchTitan's ``--config``: the function there that returns the configuration."""
+
+    flavor: str = ""
+    """Size of the model, such as ``8B``, in place of the one in ``config``. Without ``config``, TorchTitan's own
+    defaults surround it."""
+
+    attn_backend: str = ""
+    """Attention kernel of ``flavor``: ``flex`` or ``varlen``; the module's own choice unless it is given."""
+
+    moe_comm_backend: str = ""
+    """How tokens reach the experts of ``flavor``: ``standard``, ``deepep`` or ``hybridep``; the module's own choice
+    unless it is given."""
+
+    converters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """TorchTitan's low-precision layers, a table each: ``float8_linear``, ``float8_grouped_experts``,
+    ``mxfp8_linear``, ``mxfp8_grouped_experts``, ``nvfp4_linear``, with TorchTitan's options and ``enable``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,8 +83,14 @@ class Lighthouse:
 class Monarch:
     """How replicas are launched, watched and relaunched."""
 
-    scheduler: Literal["local"] = "local"
-    """Where replicas run: ``local`` is this machine."""
+    description: str = ""
+    """What the run is for, in a sentence; kept in ``config.toml``."""
+
+    scheduler: Literal["local", "slurm", "kubernetes", "skypilot"] = "local"
+    """Where replicas run: ``local`` is this machine. The others are checked by ``validate`` and not launched yet."""
+
+    gpu: str | None = None
+    """Accelerator of the job, such as ``MI325X``, for what ``validate`` says about memory. Nothing else reads it."""
 
     num_replicas: int = 1
     """Replicas of the model, each with its own processes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import tomlkit
 
-from monarch_titan.config.loader import as_monarch, base_config, use_own_components
+from monarch_titan.config.base import base_config, checkpointing_modes, choose_classes
 from monarch_titan.config.overlay import expressible
 
 NO_BASE = "Made in Python: to train this file, name the configuration function that it started from in [torchtitan]."
@@ -20,13 +20,18 @@ def to_toml(config: Any) -> str:
     :func:`monarch_titan.config.loader.load` reads it back to an equal configuration. Code, such as the model, is what
     ``[torchtitan]`` names. What was exchanged for another class in Python cannot be said; a comment names it.
     """
-    base = as_monarch(base_config(config.torchtitan), type(config)) if config.torchtitan.config else None
+    chosen = config.torchtitan
+    base = base_config(chosen) if chosen.config or chosen.flavor else None
+    mode = _checkpointing_mode(config)
     if base is not None:
-        use_own_components(base, config.dataloader.dataset, config.hf_assets_path)
+        assets = {"hf_assets_path": config.hf_assets_path, "dataloader": {"dataset": config.dataloader.dataset}}
+        choose_classes(base, assets | {"activation_checkpoint": {"mode": mode}})
     exchanged: list[str] = []
     if base is not None and _model(config) != _model(base):
         exchanged.append("model_spec")
     content = _table(config, base, "", exchanged)
+    if mode is not None and not isinstance(content.get("activation_checkpoint"), str):
+        content["activation_checkpoint"] = {"mode": mode} | content.get("activation_checkpoint", {})
     document = tomlkit.document()
     if base is None:
         document.add(tomlkit.comment(NO_BASE))
@@ -36,6 +41,12 @@ def to_toml(config: Any) -> str:
     for name in sorted(content, key=lambda name: (_is_table(content[name]), name != "torchtitan")):
         document.add(name, tomlkit.item(content[name]))
     return tomlkit.dumps(document)
+
+
+def _checkpointing_mode(config: Any) -> str | None:
+    """The name of the policy of activation checkpointing; None for one that has no name of ours."""
+    kinds = {kind: name for name, kind in checkpointing_modes().items()}
+    return kinds.get(type(config.activation_checkpoint))
 
 
 def _model(config: Any) -> tuple[str, str] | None:

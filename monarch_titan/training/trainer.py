@@ -7,6 +7,7 @@ through the methods that it calls.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
 from monarch_titan import upstream
+from monarch_titan.config.converters import convert_model
 from monarch_titan.config.sections import Base, FaultTolerance, Monarch
 from monarch_titan.control.events import Step, TrainerFinished
 from monarch_titan.training import cpu
@@ -45,10 +47,11 @@ class MonarchTrainer(Trainer):
 
         def build(self, **kwargs: Any) -> Any:
             """A trainer in a trainer's process, the run in any other: TorchTitan's main calls train() on either."""
-            launcher = type(self).launcher
+            launcher = MonarchTrainer.Config.launcher
             if launcher is not None and not kwargs and "RANK" not in os.environ:
                 return launcher(self)
             cpu.adapt(self)
+            convert_model(self)
             return Trainer.Config.build(self, **kwargs)
 
     config: Config
@@ -160,6 +163,25 @@ class MonarchTrainer(Trainer):
         super().close()
         if self.manager is not None:
             self.manager.shutdown(wait=False)
+
+
+@functools.cache
+def monarch_trainer(trainer: type[Trainer]) -> type[MonarchTrainer]:
+    """MonarchTrainer over a trainer of TorchTitan's, such as Flux's, that is derived from the core one."""
+    if issubclass(MonarchTrainer, trainer):
+        return MonarchTrainer
+    if issubclass(trainer, MonarchTrainer):
+        return trainer
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(trainer.Config):  # type: ignore[misc, name-defined]
+        torchtitan: Base = field(default_factory=Base)
+        fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+        monarch: Monarch = field(default_factory=Monarch)
+
+        build = MonarchTrainer.Config.build
+
+    return type(f"Monarch{trainer.__name__}", (MonarchTrainer, trainer), {"Config": Config})
 
 
 def shard_by_replica(config: MonarchTrainer.Config, replica: int) -> None:

@@ -1,10 +1,11 @@
 """Options that contradict each other are refused by name before anything starts."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from monarch_titan.config.checks import check
+from monarch_titan.config.checks import check, check_here
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.loader import load
 
@@ -166,7 +167,6 @@ RANKS = "the ranks of one replica, which are monarch.hosts_per_replica (1) * mon
             "validator.dataloader.dataset_path=/not/there",
             "validator.dataloader.dataset_path must name a file or a folder that exists",
         ),
-        ("dump_folder=''", 'dump_folder must name a folder, got "".'),
     ],
 )
 def test_contradiction_names_option_rule_and_value(resolve, overrides, message):
@@ -182,16 +182,58 @@ def test_tokenizer_files_are_needed_by_a_tokenizer_that_reads_them(tmp_path):
     overrides = ["training.steps=20", f"dump_folder={tmp_path}"]
     rule = r'hf_assets_path must be a folder that exists, for the tokenizer, or "byte_tokenizer", .*, got "\./no"'
     with pytest.raises(ConfigError, match=rule):
-        check(load(file, *overrides, "hf_assets_path=./no"))
-    check(load(file, *overrides, f"hf_assets_path={tmp_path}"))
+        check_here(load(file, *overrides, "hf_assets_path=./no"))
+    check_here(load(file, *overrides, f"hf_assets_path={tmp_path}"))
 
 
 def test_validation_data_matters_only_with_validation(resolve):
     check(resolve("validator.dataloader.dataset=local_text", "validator.dataloader.dataset_path=/not/there"))
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("dump_folder=''", 'dump_folder must name a folder, got "".'),
+        ("monarch.scheduler=slurm", 'monarch.scheduler must be "local" to train'),
+        (
+            "torchtitan.converters.mxfp8_grouped_experts.enable=true",
+            "torchtitan.converters: this machine cannot convert the model: ",
+        ),
+    ],
+)
+def test_what_this_machine_cannot_run(resolve, override, message):
+    config = resolve(override)
+    check(config)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        check_here(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("optimizer_kwargs.lr=fast", "optimizer_kwargs.lr must be what AdamW takes ("),
+        ("optimizer_kwargs.lr=-1", "optimizer_kwargs.lr must be what AdamW takes (Invalid learning rate: -1), got -1."),
+        ("optimizer_kwargs.betas=[0.9,2]", "optimizer_kwargs.betas must be what AdamW takes ("),
+        ("optimizer_kwargs.weight_decy=1", "weight_decy; did you mean weight_decay?"),
+        ("optimizer_name=SGD", 'optimizer_name must be one of Adam, AdamW, DistMuon, got "SGD".'),
+        ("pattern='('", "pattern must be a regular expression ("),
+    ],
+)
+def test_arguments_of_the_optimizer(resolve, arguments, message):
+    with pytest.raises(ConfigError) as error:
+        check(resolve(f"optimizer.param_groups.0.{arguments}"))
+    assert "optimizer.param_groups.0." in str(error.value)
+    assert message in str(error.value)
+
+
+def test_group_without_a_learning_rate(resolve):
+    config = resolve("optimizer.param_groups=[{pattern: a, optimizer_name: AdamW}]")
+    with pytest.raises(ConfigError, match=r"optimizer\.param_groups\.0\.optimizer_kwargs must hold lr, got {}\."):
+        check(config)
+
+
 def test_dump_folder_is_created(tmp_path, resolve):
-    check(resolve(f"dump_folder={tmp_path / 'a' / 'b'}"))
+    check_here(resolve(f"dump_folder={tmp_path / 'a' / 'b'}"))
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
@@ -200,7 +242,7 @@ def test_unusable_dump_folder(tmp_path, resolve, folder, reason):
     (tmp_path / "file").touch()
     path = tmp_path / folder
     with pytest.raises(ConfigError) as error:
-        check(resolve(f"dump_folder={path}"))
+        check_here(resolve(f"dump_folder={path}"))
     assert str(error.value) == f"dump_folder must be a folder that can be written, got {str(path)!r}: {reason}."
 
 

@@ -34,7 +34,7 @@ RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 
 # Module -> the room above it that it may import all the same, and why.
 STEPS_UP = {
-    ("config.loader", "training"): "turns a file into a MonarchTrainer.Config",
+    ("config.base", "training"): "turns TorchTitan's configuration into a MonarchTrainer.Config",
     ("config.checks", "training"): "asks the data loader whether it can read dataset_path",
     ("actors.preload", "config_registry"): "lists what trainers import, the user's choice of configuration included",
     ("run", "cli"): "TorchTitan's own main ends in the same report and exit code as ours",

@@ -1,5 +1,6 @@
 """TOML files and ``key=value`` arguments become a configuration, or one line that says what is wrong with them."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -8,8 +9,10 @@ import pytest
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
+from monarch_titan.config.base import as_monarch
 from monarch_titan.config.errors import ConfigError
-from monarch_titan.config.loader import as_monarch, load
+from monarch_titan.config.loader import load
+from monarch_titan.config.sections import Base
 from monarch_titan.config.writer import to_toml
 from monarch_titan.training.trainer import MonarchTrainer
 
@@ -62,7 +65,7 @@ def test_base_is_found_as_torchtitan_finds_it(write, module):
 
 def test_configuration_of_the_core_trainer_keeps_all_fields():
     base = llama3_debugmodel()
-    config = as_monarch(base, MonarchTrainer.Config)
+    config = as_monarch(base)
     assert type(config) is MonarchTrainer.Config
     assert all(getattr(config, name) is getattr(base, name) for name in base.to_dict())
 
@@ -71,8 +74,8 @@ def test_base_may_be_shared_and_is_not_changed(write, package):
     text = "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
     file = write(package("shared_conf", text + "SHARED = llama3_debugmodel()\ndef mine():\n    return SHARED\n"))
     load(file, "training.steps=7", "optimizer.param_groups.0.optimizer_kwargs.lr=7", "override.imports=[a.b]")
-    assert load(file).to_dict() == as_monarch(sys.modules["shared_conf"].SHARED, MonarchTrainer.Config).to_dict() | {
-        "torchtitan": {"module": "shared_conf", "config": "mine"}
+    assert load(file).to_dict() == as_monarch(sys.modules["shared_conf"].SHARED).to_dict() | {
+        "torchtitan": dataclasses.asdict(Base(module="shared_conf", config="mine"))
     }
 
 
@@ -163,7 +166,7 @@ def test_sections_are_validated_when_all_is_applied(write, order):
         ("training.max_norm=x", 'training.max_norm must be a number, got "x".'),
         ("training.max_norm=true", "training.max_norm must be a number, got true."),
         ("training.dtype=fp8", 'training.dtype must be one of "bfloat16", "float32", got "fp8".'),
-        ("monarch.scheduler=slurm", 'monarch.scheduler must be "local", got "slurm".'),
+        ("monarch.scheduler=pbs", 'monarch.scheduler must be one of "local", "slurm", "kubernetes", "skypilot", got'),
         ("monarch.min_replicas=x", 'monarch.min_replicas must be an integer or "null", got "x".'),
         ("compile.enable=1", "compile.enable must be true or false, got 1."),
         ("compile.components=model", 'compile.components must be a list whose items are each a string, got "model".'),
@@ -293,7 +296,10 @@ def test_unusable_file(tmp_path, prepare, message):
         ("def mine():\n    raise ValueError('no GPU')", "torchtitan.config: mine cannot be used here: no GPU"),
         ("def mine():\n    import nowhere", "torchtitan.config: mine cannot be used here: No module named 'nowhere'"),
         ("def mine(x):\n    pass", "torchtitan.config: {} has no function 'mine'; there are: ."),
-        ("def mine():\n    return 5", "torchtitan.config must give a Trainer.Config or a MonarchTrainer.Config, got"),
+        (
+            "def mine():\n    return 5",
+            "torchtitan.config must give the Config of TorchTitan's Trainer or one derived, got",
+        ),
     ],
 )
 def test_base_that_cannot_be_used(write, package, request, body, message):
@@ -305,8 +311,8 @@ def test_base_that_cannot_be_used(write, package, request, body, message):
 
 def test_other_trainers_are_refused():
     other = type("Config", (Trainer.Config,), {"__slots__": ()})
-    with pytest.raises(ConfigError, match=r"must give a Trainer\.Config or a MonarchTrainer\.Config"):
-        as_monarch(other(), MonarchTrainer.Config)
+    with pytest.raises(ConfigError, match=r"must give the Config of TorchTitan's Trainer or one derived"):
+        as_monarch(other())
 
 
 @pytest.mark.parametrize(

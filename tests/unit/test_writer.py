@@ -4,6 +4,7 @@ import re
 
 import pytest
 import tomli
+from torchtitan.components.loss import MSELoss
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.llama3 import model_registry
 
@@ -98,6 +99,14 @@ def test_configuration_without_a_base_is_shown_but_cannot_be_loaded(tmp_path, re
 def test_what_was_exchanged_in_python_is_named(resolve):
     config = resolve("llama3", "llama3_debugmodel")
     assert "exchanged" not in to_toml(config)
-    config.activation_checkpoint = FullAC.Config()
     config.model_spec = model_registry("8B")
-    assert re.findall(r"# (\w+) was exchanged in Python", to_toml(config)) == ["model_spec", "activation_checkpoint"]
+    config.loss = MSELoss.Config()
+    assert re.findall(r"# (\w+) was exchanged in Python", to_toml(config)) == ["model_spec", "loss"]
+
+
+def test_policy_of_activation_checkpointing_is_said(tmp_path, resolve):
+    config = resolve("llama3", "llama3_debugmodel")
+    config.activation_checkpoint = FullAC.Config(preserve_rng_state=False)
+    text = to_toml(config)
+    assert tomli.loads(text)["activation_checkpoint"]["mode"] == "full"
+    assert comparable(reload(tmp_path, text)) == comparable(config)
