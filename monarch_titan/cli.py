@@ -23,12 +23,21 @@ if TYPE_CHECKING:
     from monarch_titan.training.trainer import MonarchTrainer
 
 PROGRAM = "monarch-titan"
-OVERRIDES = "laid over the file: training.steps=100 compile.components=[model,loss] lr_scheduler.decay_ratio=null"
+CONFIG = "a TOML file, such as configs/local.toml, or the name of a recipe"
+OVERRIDES = (
+    "laid over it: training.steps=100 compile.components=[model,loss] lr_scheduler.decay_ratio=null; "
+    "for a recipe also group=option"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a user's mistake and a failed run are one line on stderr."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    options = parser.parse_args(arguments)
     sys.path.insert(0, os.getcwd())  # as python -m does: a user's own configuration functions are found
     # Until a run has its log files, its libraries' remarks have nowhere to go but the screen.
     logging.getLogger().addHandler(logging.NullHandler())
@@ -44,10 +53,70 @@ def run_and_report(config: MonarchTrainer.Config) -> int:
 
 
 def train(options: argparse.Namespace) -> int:
-    """Train what a TOML file describes."""
-    from monarch_titan.config.loader import load
+    """Train what a TOML file or a recipe describes."""
+    from monarch_titan.config.loader import find, load_given
+    from monarch_titan.config.rows import ASKS_NOTHING, located
 
-    return _run_and_report(load(options.config, *options.overrides))
+    given = find(options.config, options.overrides)
+    loaded = load_given(given)
+    for row in loaded.rows:
+        if row.status == "not applied" and row.reason != ASKS_NOTHING:
+            print(f"{PROGRAM}: {row.where}: {row.old} is not applied: {row.reason}", file=sys.stderr)
+    for note in loaded.notes:
+        print(f"{PROGRAM}: {note}", file=sys.stderr)
+    with located(loaded.rows, given.source):
+        return _run_and_report(loaded.config)
+
+
+def validate(options: argparse.Namespace) -> int:
+    """Check a TOML file or a recipe key by key and at full scale, without its hardware."""
+    from rich.console import Console
+
+    from monarch_titan.config.explain import examine, print_examination
+    from monarch_titan.config.loader import find
+
+    given = find(options.config, options.overrides)
+    found = examine(given)
+    print_examination(found, given.source, Console(highlight=False))
+    for error in found.errors:
+        _fail(error, 2)
+    if found.lacks:
+        print(f"To train it, this machine lacks something: {found.lacks}")
+    return 2 if found.errors else 0
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Write a TOML file of TorchTitan 0.1 to 0.2 in TorchTitan 0.3's names."""
+    from monarch_titan.config.convert import convert
+
+    _write(options.output, convert(options.old))
+    return 0
+
+
+def recipes(options: argparse.Namespace) -> int:
+    """List the published recipes and those on MONARCH_TITAN_RECIPES."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from monarch_titan.config.recipes import available
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for recipe in available():
+        table.add_row(recipe.name, recipe.summary)
+    Console(highlight=False).print(table)
+    return 0
+
+
+def recipes_show(options: argparse.Namespace) -> int:
+    """Print a recipe as the TOML file that it is composed to."""
+    print(_composed(options), end="")
+    return 0
+
+
+def recipes_copy(options: argparse.Namespace) -> int:
+    """Write a recipe as a TOML file of your own."""
+    _write(options.file, _composed(options))
+    return 0
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -70,7 +139,36 @@ def report(options: argparse.Namespace) -> int:
     return report(options.run_dir, Console())
 
 
+def completion(options: argparse.Namespace) -> int:
+    """Print what makes a shell complete this command, as in: eval "$(monarch-titan completion bash)"."""
+    import argcomplete
+
+    print(argcomplete.shellcode([PROGRAM], shell=options.shell))
+    return 0
+
+
 # What they share ---------------------------------------------------------------------------------------------------
+
+
+def _composed(options: argparse.Namespace) -> str:
+    from monarch_titan.config import recipes
+
+    choices, rest = recipes.split(options.choices)
+    if rest:
+        raise ConfigError(f"{rest[0]!r} must be group=option; other options are for train and for the copied file.")
+    return recipes.show(options.name, choices)
+
+
+def _write(path: Path | None, text: str) -> None:
+    """Write a new file, or to the terminal without one; a file that is there is somebody's."""
+    if path is None:
+        print(text, end="")
+        return
+    try:
+        with open(path, "x") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{path} must be a new file that can be written: {error.strerror}.") from error
 
 
 def _run_and_report(config: MonarchTrainer.Config, **injected: Any) -> int:
@@ -130,21 +228,81 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=PROGRAM, description="Fault-tolerant training: TorchTitan replicas run by PyTorch Monarch.")
+    parser = _Parser(
+        prog=PROGRAM,
+        description="Fault-tolerant training: TorchTitan replicas run by PyTorch Monarch.",
+        epilog=f"{PROGRAM} VERB --help says more. Exit codes: 0 finished, 1 the run failed, 2 cannot be run as asked, "
+        "128 + the signal's number when stopped.",
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    verb = _add(verbs, train)
-    verb.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, such as configs/local.toml")
-    verb.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=OVERRIDES)
+    for function in (train, validate):
+        verb = _add(verbs, function)
+        _completed(verb.add_argument("config", metavar="CONFIG", help=CONFIG), _configs)
+        _overrides(verb, OVERRIDES)
+    verb = _add(verbs, convert)
+    verb.add_argument("old", type=Path, metavar="OLD.toml", help="a file with [model], [job] or other old sections")
+    output = {"type": Path, "metavar": "NEW.toml", "help": "a file that does not exist yet; default: the terminal"}
+    verb.add_argument("-o", "--output", **output)
+    verb = _add(verbs, recipes)
+    more = verb.add_subparsers(metavar="show | copy")
+    for function, help_ in ((recipes_show, "print it"), (recipes_copy, "start a file of your own from it")):
+        verb = _add(more, function, function.__name__.removeprefix("recipes_"))
+        _completed(verb.add_argument("name", metavar="NAME", help=f"a recipe, to {help_}"), _recipes)
+        if function is recipes_copy:
+            verb.add_argument("file", type=Path, metavar="FILE", help="a TOML file that does not exist yet")
+        choices = "which option of a group to take, as cluster=slurm"
+        _completed(verb.add_argument("choices", nargs="*", default=[], metavar="GROUP=OPTION", help=choices), _choices)
     verb = _add(verbs, demo)
-    verb.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="as for train")
+    _overrides(verb, "as for train")
     verb = _add(verbs, report)
     verb.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the dump_folder of a run")
+    verb = _add(verbs, completion)
+    verb.add_argument("shell", choices=["bash", "zsh", "fish"], help="your shell")
     return parser
 
 
-def _add(verbs: Any, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def _add(verbs: Any, function: Callable[[argparse.Namespace], int], name: str = "") -> argparse.ArgumentParser:
     summary = (function.__doc__ or "").splitlines()[0]
-    parser = verbs.add_parser(function.__name__, help=summary.rstrip("."), description=summary)
+    parser = verbs.add_parser(name or function.__name__, help=summary.rstrip("."), description=summary)
     parser.set_defaults(verb=function)
     return parser
+
+
+def _overrides(verb: argparse.ArgumentParser, help_: str) -> None:
+    argument = verb.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=help_)
+    _completed(argument, lambda **asked: [*_choices(), *_own_options()])
+
+
+# What a shell completes ----------------------------------------------------------------------------------------------
+
+
+def _completed(argument: argparse.Action, completer: Callable[..., list[str]]) -> None:
+    argument.completer = completer  # type: ignore[attr-defined]
+
+
+def _configs(prefix: str = "", **_: Any) -> list[str]:
+    from argcomplete.completers import FilesCompleter
+
+    return [*_recipes(), *FilesCompleter(["toml"])(prefix)]
+
+
+def _recipes(**_: Any) -> list[str]:
+    from monarch_titan.config.recipes import available
+
+    return [recipe.name for recipe in available()]
+
+
+def _choices(**_: Any) -> list[str]:
+    from monarch_titan.config.recipes import options
+
+    return [f"{group}={option}" for group, found in options().items() for option in found]
+
+
+def _own_options(**_: Any) -> list[str]:
+    """The options that are known without loading TorchTitan."""
+    from monarch_titan.config.overlay import paths
+    from monarch_titan.config.sections import FaultTolerance, Monarch
+
+    sections = {"fault_tolerance": FaultTolerance(), "monarch": Monarch()}
+    return [f"{name}.{path}=" for name, section in sections.items() for path in paths(section)]

@@ -47,7 +47,7 @@ def base_config(base: Base) -> MonarchTrainer.Config:
     """
     registry = _registry(base.module)
     if base.config:
-        config = as_monarch(_configuration(registry, base.config))
+        config: Any = as_monarch(_configuration(registry, base.config))
         model = _model(base) if base.flavor else config.model_spec
     else:
         model = _model(base)

@@ -39,17 +39,18 @@ def check(config: MonarchTrainer.Config) -> None:
     _check_dataset_paths(config)
 
 
-def check_here(config: MonarchTrainer.Config) -> None:
+def check_here(config: MonarchTrainer.Config, *, create: bool = True) -> None:
     """Raise ConfigError for the first thing that this machine lacks to train it.
 
-    Creates ``dump_folder``, as the run would: whether it can be is found by doing it.
+    Creates ``dump_folder``, as the run would, if ``create``: whether it can be is found by doing it.
     """
     scheduler = config.monarch.scheduler
     rule = 'be "local" to train: the other schedulers can be validated and are not launched yet'
     _require(scheduler == "local", "monarch.scheduler", rule, scheduler)
     _check_converters(config)
     _check_assets(config)
-    _check_dump_folder(config.dump_folder)
+    if create:
+        _check_dump_folder(config.dump_folder)
 
 
 def _check_converters(config: MonarchTrainer.Config) -> None:

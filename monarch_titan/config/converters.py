@@ -64,6 +64,22 @@ def _configured(name: str, table: Given, model_compile_enabled: bool) -> Any:
     return lay(config, Given(value=given, source=table.source, line=table.line), path)
 
 
+def skipped_in_vain(config: MonarchTrainer.Config) -> list[str]:
+    """A line for every name in ``filter_fqns`` that no layer of the model has: nothing is left out for it.
+
+    Layers were called otherwise in other versions of TorchTitan, and a layer that is not left out is converted.
+    """
+    from torchtitan.models.common.linear import Linear
+
+    layers = [fqn for fqn, *_ in config.model_spec.model.traverse(Linear.Config)]
+    return [
+        f"{OPTION}.{name}.filter_fqns: {part!r} is in the name of no layer of this model and leaves out nothing"
+        for name, table in config.torchtitan.converters.items()
+        for part in table.get("filter_fqns", [])
+        if part != "auto_filter_small_kn" and not any(part in fqn for fqn in layers)
+    ]
+
+
 def convert_model(config: MonarchTrainer.Config) -> None:
     """Exchange the layers of ``config.model_spec`` in place; called where the model is built.
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from monarch_titan.config import era_table
 from monarch_titan.config.era_table import DEFAULTS, FAULT_TOLERANCE_DEFAULTS, FLUX, TABLE, Rule
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.overlay import Given, merge
+from monarch_titan.config.rows import ASKS_NOTHING, Row, leaves
 from monarch_titan.config.sources import COMMAND_LINE, give
 
 ERA = "TOML era"
@@ -27,26 +28,6 @@ OLD_NAMES = {key for key, rule in TABLE.items() if rule.to != key}
 SHARED = {"activation_checkpoint.mode", "fault_tolerance.replica_id", "fault_tolerance.group_size"}
 OWN_SECTIONS = ("monarch", "torchtitan")
 CUSTOM = ("job.custom_config_module", "experimental.custom_args_module", "experimental.custom_import")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """What became of one key."""
-
-    old: str
-    """As the user wrote it; empty for a default."""
-
-    new: str
-    """The path in 0.3.0's configuration; empty if there is none."""
-
-    value: Any
-    status: Literal["applied", "default", "not applied", "refused"]
-    reason: str = ""
-    where: str = ""
-
-    @classmethod
-    def applied(cls, old: str, new: str, item: Given, reason: str = "") -> Row:
-        return cls(old=old, new=new, value=item.plain(), status="applied", reason=reason, where=item.where)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,7 +52,7 @@ def is_era(given: Given) -> bool:
             rule = "[model] is how TorchTitan 0.2 names a model and [torchtitan] how 0.3 does; keep one of them"
             raise ConfigError(f"{model.where}: {rule}.")
         return False
-    return any(key in OLD_NAMES and key not in SHARED for key, _ in _leaves(given))
+    return any(key in OLD_NAMES and key not in SHARED for key, _ in leaves(given))
 
 
 def translate(given: Given) -> Translation:
@@ -79,20 +60,11 @@ def translate(given: Given) -> Translation:
     return _Translator(given).run()
 
 
-def _leaves(given: Given, prefix: str = "") -> Iterator[tuple[str, Given]]:
-    """Keys and values, where a table that a rule takes as a whole is a value."""
-    for name, item in given.value.items():
-        path = f"{prefix}{name}"
-        if isinstance(item.value, dict):
-            yield from _leaves(item, f"{path}.")
-        else:
-            yield path, item
-
-
 class _Translator:
     def __init__(self, given: Given) -> None:
         self._given = given
-        self._items = dict(_leaves(given))
+        empty = {key.rpartition(".")[0] for key in TABLE | FLUX}  # a table that holds nothing says nothing
+        self._items = {key: item for key, item in leaves(given) if item.value != {} or key not in empty}
         self._flux = self._plain("model.name", "llama3") == "flux"
         self._rules = TABLE | FLUX if self._flux else TABLE
         self._layer = give({}, given.source)
@@ -143,7 +115,8 @@ class _Translator:
         if rule.only is not None and not any(value == allowed for allowed in rule.only):
             return self._refuse(key, item, rule.reason)
         if not rule.to:
-            return self._not_applied(key, item, rule.reason or "it asks for nothing")
+            asks_nothing = value in (None, False, "", []) or rule.only is not None
+            return self._not_applied(key, item, ASKS_NOTHING if asks_nothing else rule.reason)
         if rule.kind == "number" and (isinstance(value, bool) or not isinstance(value, int | float)):
             return self._refuse(key, item, "be a number")
         if rule.value is not None:
@@ -184,7 +157,9 @@ class _Translator:
         sections = {name.split(".")[0] for name in self._rules}
         native = native_paths("flux", "flux-dev") if self._flux else native_paths()
         names = re.sub(r"\.\d+(?=\.|$)", ".0", key)
-        if any(path == names or names.startswith(f"{path}.") for path in native):
+        above = {names[: dot.start()] for dot in re.finditer(r"\.", names)}
+        tables = {path.rpartition(".")[0] for path in native} - {"optimizer.param_groups.0.optimizer_kwargs"}
+        if names in native or above & (native - tables):
             return True
         known = [*self._rules, *(path for path in native if "." in path)]
         prefix = key.rpartition(".")[0]

@@ -69,8 +69,10 @@ def folder_of(path: Any) -> Any:
 
 
 def renamed_modules(names: Any) -> Any:
-    """Module names to skip: the model's last layer was called ``output`` and is ``lm_head``."""
-    return ["lm_head" if name == "output" else name for name in names] if isinstance(names, list) else names
+    """Names of modules, in lists of any depth: the model's last layer was called ``output`` and is ``lm_head``."""
+    if isinstance(names, list):
+        return [renamed_modules(name) for name in names]
+    return "lm_head" if names == "output" else names
 
 
 def or_none(method: Any) -> Any:
@@ -171,10 +173,13 @@ TABLE: dict[str, Rule] = {
     **same(
         "parallelism",
         "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree "
-        "pipeline_parallel_degree module_fqns_per_model_part pipeline_parallel_first_stage_less_layers "
+        "pipeline_parallel_degree pipeline_parallel_first_stage_less_layers "
         "pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage pipeline_parallel_schedule "
         "pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size context_parallel_degree "
         "context_parallel_load_balancer expert_parallel_degree",
+    ),
+    "parallelism.module_fqns_per_model_part": to(
+        "parallelism.module_fqns_per_model_part", value=renamed_modules, reason="output is called lm_head"
     ),
     "parallelism.enable_async_tensor_parallel": to("compile.enable_async_tensor_parallel"),
     "parallelism.expert_parallel_comm_backend": to("torchtitan.moe_comm_backend"),
@@ -209,7 +214,7 @@ TABLE: dict[str, Rule] = {
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": to(
         "activation_checkpoint.force_recompute_mm_shapes_by_fqns", when=(MODE, ("selective",))
     ),
-    "activation_checkpoint.early_stop": gone("torch's own default"),
+    "activation_checkpoint.early_stop": gone("0.3.0 leaves this to torch"),
     **{
         f"activation_checkpoint.{name}": to(f"activation_checkpoint.{name}", when=(MODE, ("memory_budget",)))
         for name in ("memory_budget", "visualize_memory_budget_pareto")

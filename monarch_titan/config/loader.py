@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monarch_titan.config import era
 from monarch_titan.config.base import base_config, choose_classes
-from monarch_titan.config.converters import check_converters
+from monarch_titan.config.converters import check_converters, skipped_in_vain
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.overlay import Given, lay
+from monarch_titan.config.rows import Row, leaves
 from monarch_titan.config.sections import Base, FaultTolerance, Monarch
-from monarch_titan.config.sources import gather
+from monarch_titan.config.sources import gather, give, with_overrides
 
 if TYPE_CHECKING:
     from monarch_titan.training.trainer import MonarchTrainer
@@ -33,20 +35,37 @@ class Loaded:
     """A configuration and how each key of its file became a part of it."""
 
     config: MonarchTrainer.Config
-    rows: list[era.Row]
+    rows: list[Row]
+    notes: list[str]
+    """What was applied and may not do what it seems to."""
 
 
 def load(path: str | os.PathLike[str], *overrides: str) -> MonarchTrainer.Config:
-    """The configuration that a TOML file of either dialect describes, with every key and every type checked.
+    """The configuration that a TOML file of either dialect or a recipe describes, every key and every type checked.
 
     Args:
-        path: the file.
-        overrides: ``key=value`` each, laid over the file in turn; values in Hydra's grammar.
+        path: the file, or the name of a recipe.
+        overrides: ``key=value`` each, laid over it in turn, values in Hydra's grammar; ``group=option`` for a recipe.
 
     Raises ConfigError, whose message is one line that names the file or the command line, the option and the rule.
     Whether the options fit together is for :func:`monarch_titan.config.checks.check`.
     """
-    return load_given(gather(path, overrides)).config
+    return load_given(find(path, overrides)).config
+
+
+def find(name: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Given:
+    """What a file or a recipe says, with ``key=value`` arguments laid over it.
+
+    Raises ConfigError if it is neither.
+    """
+    path = Path(name)
+    if path.suffix == ".toml" or path.exists() or len(path.parts) > 1:
+        return gather(path, overrides)
+    from monarch_titan.config import recipes
+
+    choices, rest = recipes.split(overrides)
+    tree = recipes.compose(path.name, choices)
+    return with_overrides(give(tree, f"recipe {path.name}"), rest)
 
 
 def load_given(given: Given) -> Loaded:
@@ -57,23 +76,14 @@ def load_given(given: Given) -> Loaded:
         translation.raise_refused()
         given, rows = translation.native, translation.rows
     else:
-        rows = [era.Row.applied(key, key, item) for key, item in leaves(given)]
+        rows = [Row.applied(key, key, item) for key, item in leaves(given)]
         _check_own_sections(given)
-    return Loaded(config=_build(given), rows=rows)
+    config = build(given)
+    return Loaded(config=config, rows=rows, notes=skipped_in_vain(config))
 
 
-def leaves(given: Given, prefix: str = "") -> Iterator[tuple[str, Given]]:
-    """Every key that holds a value, by its dotted path."""
-    for name, item in given.value.items():
-        path = f"{prefix}{name}"
-        if isinstance(item.value, dict) and item.value:
-            yield from leaves(item, f"{path}.")
-        else:
-            yield path, item
-
-
-def _build(given: Given) -> MonarchTrainer.Config:
-    """The base configuration with everything laid over it."""
+def build(given: Given) -> MonarchTrainer.Config:
+    """The base configuration that ``[torchtitan]`` names, with everything laid over it; 0.3.0's names only."""
     chosen = given.value.get("torchtitan")
     base = lay(Base(), chosen, "torchtitan") if chosen else Base()
     if not (base.module and (base.config or base.flavor)):

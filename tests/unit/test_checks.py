@@ -252,4 +252,4 @@ def test_dump_folder_that_exists_must_be_writable(tmp_path, resolve, monkeypatch
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write anywhere
     with pytest.raises(ConfigError, match=r"dump_folder must be a folder that can be written, .*: Permission denied\."):
-        check(resolve())
+        check_here(resolve())
