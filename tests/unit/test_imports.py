@@ -47,7 +47,7 @@ CONFINED = {
 }
 
 # Packages that are not named after what they are installed as.
-DISTRIBUTIONS = {"hydra": "hydra-core", "monarch": "torchmonarch"}
+DISTRIBUTIONS = {"hydra": "hydra-core", "monarch": "torchmonarch", "yaml": "pyyaml"}
 
 UPSTREAM = {"torch", "torchft", "torchtitan", "monarch"}
 
