@@ -81,7 +81,7 @@ def validate(options: argparse.Namespace) -> int:
     for error in found.errors:
         _fail(error, 2)
     if found.lacks:
-        print(f"To train it, this machine lacks something: {found.lacks}")
+        print(f"It cannot be trained here: {found.lacks}")
     return 2 if found.errors else 0
 
 
@@ -95,15 +95,12 @@ def convert(options: argparse.Namespace) -> int:
 
 def recipes(options: argparse.Namespace) -> int:
     """List the published recipes and those on MONARCH_TITAN_RECIPES."""
-    from rich.console import Console
-    from rich.table import Table
-
     from monarch_titan.config.recipes import available
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for recipe in available():
-        table.add_row(recipe.name, recipe.summary)
-    Console(highlight=False).print(table)
+    found = available()
+    width = max(len(recipe.name) for recipe in found)
+    for recipe in found:
+        print(f"{recipe.name:<{width}}  {recipe.summary}")
     return 0
 
 
@@ -246,9 +243,9 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("-o", "--output", **output)
     verb = _add(verbs, recipes)
     more = verb.add_subparsers(metavar="show | copy")
-    for function, help_ in ((recipes_show, "print it"), (recipes_copy, "start a file of your own from it")):
+    for function, help_ in ((recipes_show, "to print"), (recipes_copy, "to start a file of your own from")):
         verb = _add(more, function, function.__name__.removeprefix("recipes_"))
-        _completed(verb.add_argument("name", metavar="NAME", help=f"a recipe, to {help_}"), _recipes)
+        _completed(verb.add_argument("name", metavar="NAME", help=f"the recipe {help_}"), _recipes)
         if function is recipes_copy:
             verb.add_argument("file", type=Path, metavar="FILE", help="a TOML file that does not exist yet")
         choices = "which option of a group to take, as cluster=slurm"

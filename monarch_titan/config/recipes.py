@@ -90,7 +90,7 @@ def _recipe(path: Path) -> Recipe:
     return Recipe(name=path.stem, path=path, page=None, summary=summary)
 
 
-def _options() -> dict[str, list[str]]:
+def options() -> dict[str, list[str]]:
     """All groups on the search path with their options."""
     found: dict[str, set[str]] = {}
     for folder in search_path():
@@ -104,7 +104,7 @@ def _options() -> dict[str, list[str]]:
 
 def split(overrides: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Arguments as choices of a group's option, ``cluster=slurm``, and the others, left as they are for the loader."""
-    known, choices, rest = _options(), {}, []
+    known, choices, rest = options(), {}, []
     for override in overrides:
         key, equals, value = override.partition("=")
         if equals and key in known:
@@ -125,8 +125,8 @@ def groups(name: str) -> dict[str, list[str]]:
 
         loader = GlobalHydra.instance().config_loader()
         chosen = loader.compute_defaults_list(name, overrides, RunMode.RUN).overrides.known_choices
-    options = _options()
-    return {group: options[group] for group in sorted(chosen) if group in options}
+    known = options()
+    return {group: known[group] for group in sorted(chosen) if group in known}
 
 
 def compose(name: str, choices: Mapping[str, str] = NO_CHOICES) -> dict[str, Any]:
