@@ -28,7 +28,7 @@ def check(config: MonarchTrainer.Config) -> None:
     _check_monarch(config)
     _check_training(config)
     _check_fault_tolerance(config)
-    _check_parallelism(config)
+    check_parallelism(config)
     _check_files(config)
 
 
@@ -96,8 +96,8 @@ def _check_training(config: MonarchTrainer.Config) -> None:
     _require(not seed, "checkpoint.create_seed_checkpoint", rule, seed)
 
 
-def _check_parallelism(config: MonarchTrainer.Config) -> None:
-    """TorchTitan's rules for one replica, whose ranks are a world of their own."""
+def check_parallelism(config: MonarchTrainer.Config) -> None:
+    """Raise ConfigError for a degree that breaks TorchTitan's rules for one replica, whose ranks are a world apart."""
     from torchtitan.distributed import ParallelDims
 
     degrees, monarch = config.parallelism, config.monarch
