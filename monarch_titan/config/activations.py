@@ -158,8 +158,6 @@ def _in_flight(part: Part, kept: list[float], config: MonarchTrainer.Config) -> 
     size = dict(zip(stages, kept, strict=True))
     held, most = 0.0, 0.0
     for step in done:
-        if (step.microbatch_index or 0) >= microbatches:
-            continue  # torch 2.13 draws 1F1B with as many micro-batches as stages, and trains with fewer
         if step.computation_type.name == "FORWARD":
             held += size[step.stage_index]
         elif step.computation_type.name in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):

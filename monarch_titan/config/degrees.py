@@ -37,7 +37,7 @@ def _model_violations(config: MonarchTrainer.Config) -> list[str]:
 
 
 def _pipeline_violations(config: MonarchTrainer.Config) -> list[str]:
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 
     degrees, batch = config.parallelism, config.training.local_batch_size
     pp, micro = degrees.pipeline_parallel_degree, degrees.pipeline_parallel_microbatch_size
@@ -53,10 +53,14 @@ def _pipeline_violations(config: MonarchTrainer.Config) -> list[str]:
         return wrong  # the file says how many stages there are
     schedule = degrees.pipeline_parallel_schedule
     try:
-        single = issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
+        kind = get_schedule_class(schedule)
     except ValueError:
         return [*wrong, _wrong("pipeline_parallel_schedule", "be a schedule that torch knows", f'"{schedule}"')]
-    layers, stages = len(config.model_spec.model.layers), pp * (1 if single else 2)
+    layers, stages = len(config.model_spec.model.layers), pp * (1 if issubclass(kind, PipelineScheduleSingle) else 2)
+    if not wrong and kind is Schedule1F1B and batch // micro < pp:
+        size = f"micro-batches of parallelism.pipeline_parallel_microbatch_size ({micro})"
+        rule = f'make at least {pp} {size} for {pp} stages with "{schedule}"'
+        wrong.append(_wrong("local_batch_size", rule, batch, "training"))
     if (parts := degrees.module_fqns_per_model_part) is not None:
         if len(parts) % pp:
             rule = f"have a multiple of pipeline_parallel_degree ({pp}) parts"
@@ -67,8 +71,8 @@ def _pipeline_violations(config: MonarchTrainer.Config) -> list[str]:
     return wrong
 
 
-def _wrong(option: str, rule: str, value: Any) -> str:
-    return f"parallelism.{option} must {rule}, got {value}."
+def _wrong(option: str, rule: str, value: Any, section: str = "parallelism") -> str:
+    return f"{section}.{option} must {rule}, got {value}."
 
 
 def notes_on_degrees(config: MonarchTrainer.Config) -> list[str]:

@@ -1,6 +1,7 @@
-"""A job is measured at full scale without its hardware, as TorchTitan would build it, and nothing of it stays behind."""
+"""A job is measured at full scale without its hardware, as TorchTitan would build it, and leaves nothing behind."""
 
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
+from torchtitan.models.deepseek_v3 import model_registry
 
 from monarch_titan.config import activations, gpus, memory
 from monarch_titan.config.errors import ConfigError
@@ -107,10 +109,12 @@ def test_deepseek_v3_671b_on_1024_ranks_is_measured_in_one_small_process():
 
 
 @pytest.mark.parametrize(
-    ("flavor", "billions"), [("debugmodel", 0.033), ("16b", 15.706), ("236b", 235.74), ("671b", 671.03)]
+    ("flavor", "billions"), [("debugmodel", 0.0330), ("16B", 15.706), ("236B", 235.74), ("671B", 671.03)]
 )
 def test_all_parameters_of_deepseek_v3_are_there(flavor, billions):
-    whole = MetaModel(configure(("deepseek_v3", f"deepseek_v3_{flavor}"))).whole
+    config = configure(MOE)
+    config.model_spec = model_registry(flavor)  # which knows more flavours than there are configurations
+    whole = MetaModel(config).whole
     assert sum(p.numel() for p in whole.parameters()) == pytest.approx(billions * 1e9, rel=1e-3)
     assert all(p.is_meta for p in whole.parameters())
 
@@ -182,13 +186,9 @@ def test_tensor_parallelism_repeats_only_what_it_does_not_cut(base, layout):
 def test_padding_is_counted_and_noted():
     """256 rows of each norm over 300 ranks leave 44 with nothing but padding."""
     scale = measure(configure(ranks=300))
+    (note,) = scale.notes
     assert (
-        scale.notes
-        == [
-            "On rank 0 38 parameters have fewer rows than ranks that share them, as layers.0."
-            + "attention.qkv_linear.wq.weight."
-        ]
-        or "fewer rows" in scale.notes[0]
+        note.startswith("On rank 0 ") and "parameters have fewer rows than ranks that share them, as layers.0" in note
     )
     model = MetaModel(configure(ranks=300))
     with model.on_rank(299) as part:
@@ -295,14 +295,13 @@ def test_optimizer_and_outer_state_are_what_the_real_ones_keep(plain):
         (degrees(fsdp_reshard_after_forward="never"), {"gathered parameters": TOTAL / (2 * LAYER + WORDS + NORM)}),
         (degrees(fsdp_reshard_after_forward="always"), {"gathered parameters": 2 * LAYER / (2 * LAYER + WORDS + NORM)}),
     ],
-    ids=lambda value: " ".join(value),
+    ids=" ".join,
 )
 def test_what_an_option_changes(plain, options, changed):
     before, after = plain.worst.memory.items, items(configure(**options))
     ratios = {name: after[name] / before[name] for name in before if before[name]}
     different = {name: ratio for name, ratio in ratios.items() if ratio != pytest.approx(1, rel=1e-4)}
-    wanted = changed if "training__mixed_precision_param" not in options else changed
-    assert different == pytest.approx(wanted, rel=1e-3)
+    assert different == pytest.approx(changed, rel=1e-3)
 
 
 def test_each_parameter_goes_to_the_first_optimizer_whose_pattern_fits():
@@ -400,7 +399,7 @@ def test_checkpointing_more_keeps_less():
 
 @pytest.mark.parametrize(
     ("schedule", "batch", "in_flight"),
-    [("1F1B", 4, (2, 1)), ("GPipe", 4, (4, 4)), ("1F1B", 1, (1, 1)), ("Interleaved1F1B", 4, (3, 2.5))],
+    [("1F1B", 4, (2, 1)), ("GPipe", 4, (4, 4)), ("1F1B", 2, (2, 1)), ("Interleaved1F1B", 4, (2.5, 1.5))],
 )
 def test_micro_batches_in_flight(schedule, batch, in_flight):
     """Played through the schedule: the first stage waits longest for its backward passes."""
@@ -425,14 +424,14 @@ def test_micro_batches_in_flight(schedule, batch, in_flight):
         (
             LLAMA,
             3,
-            degrees(tp=3),
+            {**degrees(tp=3), "training__seq_len": 1536},
             "parallelism.tensor_parallel_degree must divide the 16 attention heads of the model, got 3.",
         ),
         (MOE, 3, degrees(ep=3), "parallelism.expert_parallel_degree must divide the 8 experts of the model, got 3."),
         (
             LLAMA,
             8,
-            degrees(pp=8, pipeline_parallel_schedule="1F1B"),
+            {**degrees(pp=8, pipeline_parallel_schedule="1F1B"), "training__local_batch_size": 8},
             "parallelism.pipeline_parallel_degree must make at most as many stages as the model has layers (6); with "
             '"1F1B" it makes 8, got 8.',
         ),
@@ -446,9 +445,16 @@ def test_micro_batches_in_flight(schedule, batch, in_flight):
         (
             LLAMA,
             2,
+            degrees(pp=2, pipeline_parallel_schedule="1F1B", pipeline_parallel_microbatch_size=4),
+            "training.local_batch_size must make at least 2 micro-batches of "
+            'parallelism.pipeline_parallel_microbatch_size (4) for 2 stages with "1F1B", got 4.',
+        ),
+        (
+            LLAMA,
+            2,
             degrees(pp=2, pipeline_parallel_microbatch_size=3),
-            "parallelism.pipeline_parallel_microbatch_size must be a positive divisor of training.local_batch_size (4), "
-            "got 3.",
+            "parallelism.pipeline_parallel_microbatch_size must be a positive divisor of training.local_batch_size "
+            "(4), got 3.",
         ),
         (
             LLAMA,
@@ -472,7 +478,7 @@ def test_degrees_that_do_not_fit(base, ranks, options, message):
 
 def test_all_that_is_wrong_is_said_at_once():
     with pytest.raises(ConfigError) as refused:
-        measure(configure(MOE, ranks=9, **degrees(tp=3, ep=3)))
+        measure(configure(MOE, ranks=9, **degrees(tp=3, ep=3), training__seq_len=1536))
     assert [line.split()[0] for line in str(refused.value).splitlines()] == [
         "parallelism.tensor_parallel_degree",
         "parallelism.expert_parallel_degree",
@@ -491,13 +497,13 @@ def test_fewer_key_heads_than_attention_heads_are_a_rule_of_their_own():
 
 
 def test_what_only_torchtitan_knows_is_a_users_mistake_too():
-    with pytest.raises(ConfigError, match="TorchTitan refuses this model on these ranks: .*maximum"):
+    with pytest.raises(ConfigError, match=r"TorchTitan refuses this model on these ranks: .*maximum"):
         measure(configure(training__seq_len=10**6))
     assert not dist.is_initialized()
 
 
 def test_a_pipeline_that_must_idle_is_noted():
-    config = configure(**degrees(pp=2), parallelism__pipeline_parallel_schedule="1F1B", training__local_batch_size=1)
+    config = configure(**degrees(pp=2), parallelism__pipeline_parallel_schedule="GPipe", training__local_batch_size=1)
     assert measure(config).notes == [
         "training.local_batch_size gives 1 micro-batches to 2 pipeline ranks: some always wait."
     ]
@@ -549,7 +555,7 @@ def test_the_gpu_is_taken_from_the_configuration():
 
 def test_what_a_person_sees():
     scale = measure(configure(MOE, **degrees(pp=2, ep=2), monarch__num_replicas=3))
-    console = Console(width=150, record=True, quiet=True)
+    console = Console(width=150, record=True, file=io.StringIO())
     console.print(render(dataclasses.replace(scale, gpu="MI300X")))
     lines = console.export_text().splitlines()
     assert (
