@@ -168,14 +168,17 @@ def fake_world(rank: int, world_size: int, spmd_backend: str) -> Generator[None]
 
     TorchTitan 0.3's fake backend alone would shard on the device it chose at import: on a CPU machine that is "cuda",
     which fails, and on a GPU machine FSDP would open a CUDA context in a process that only wants to count. It also
-    logs each mesh. Raises RuntimeError in a process that has joined a real job.
+    logs each mesh. DTensor (torch 2.13 and 2.14) remembers the meshes of destroyed process groups and gives them out
+    for equal ones, which FSDP then refuses as foreign. Raises RuntimeError in a process that has joined a real job.
     """
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torchtitan.distributed import parallel_dims, utils
 
     if dist.is_initialized():
         raise RuntimeError("a process that is a rank of one job cannot pretend to be a rank of another")
     device, backend, disabled = parallel_dims.device_type, utils.get_spmd_backend(), logging.root.manager.disable
+    _clear_sharding_prop_cache()
     utils.init_fake_mode(world_size, rank=rank)
     try:
         logging.disable(logging.WARNING)
@@ -187,6 +190,7 @@ def fake_world(rank: int, world_size: int, spmd_backend: str) -> Generator[None]
         parallel_dims.device_type = device
         logging.disable(disabled)
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()
 
 
 class QuorumClient:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
@@ -579,6 +580,11 @@ def test_what_a_person_sees():
 # Nothing stays behind ------------------------------------------------------------------------------------------------
 
 
+def remembered():
+    """Operations whose meshes DTensor would give out again."""
+    return DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_info().currsize
+
+
 def state():
     return {
         "initialised": dist.is_initialized(),
@@ -599,7 +605,7 @@ def test_nothing_stays_behind_and_a_second_time_gives_the_same():
     assert state() == before
     assert repr(config.model_spec.model) == said
     assert measure(config) == first
-    assert state() == before
+    assert state() == before and remembered() == 0
 
 
 def test_nothing_stays_behind_when_it_fails():
