@@ -6,12 +6,14 @@ needed.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import signal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +165,37 @@ def spmd_backend_needs_dtensor() -> bool:
 def owner(config: type) -> Any:
     """The class that a ``Config`` of TorchTitan 0.3 builds, which it keeps to itself."""
     return config._owner  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world_size: int, spmd_backend: str) -> Generator[None]:
+    """Be one rank of a job of ``world_size`` ranks whose collectives do nothing, on the CPU, and leave no trace.
+
+    TorchTitan 0.3's fake backend alone would shard on the device it chose at import: on a CPU machine that is "cuda",
+    which fails, and on a GPU machine FSDP would open a CUDA context in a process that only wants to count. It also
+    logs each mesh. DTensor (torch 2.13 and 2.14) remembers the meshes of destroyed process groups and gives them out
+    for equal ones, which FSDP then refuses as foreign. Raises RuntimeError in a process that has joined a real job.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torchtitan.distributed import parallel_dims, utils
+
+    if dist.is_initialized():
+        raise RuntimeError("a process that is a rank of one job cannot pretend to be a rank of another")
+    device, backend, disabled = parallel_dims.device_type, utils.get_spmd_backend(), logging.root.manager.disable
+    _clear_sharding_prop_cache()
+    utils.init_fake_mode(world_size, rank=rank)
+    try:
+        logging.disable(logging.WARNING)
+        parallel_dims.device_type = "cpu"
+        utils.set_spmd_backend(spmd_backend)
+        yield
+    finally:
+        utils.set_spmd_backend(backend)
+        parallel_dims.device_type = device
+        logging.disable(disabled)
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
 
 
 class QuorumClient:

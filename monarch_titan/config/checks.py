@@ -35,7 +35,7 @@ def check(config: MonarchTrainer.Config) -> None:
     _check_training(config)
     _check_optimizer(config)
     _check_fault_tolerance(config)
-    _check_parallelism(config)
+    check_parallelism(config)
     _check_dataset_paths(config)
 
 
@@ -154,8 +154,8 @@ def _check_training(config: MonarchTrainer.Config) -> None:
     _require(not seed, "checkpoint.create_seed_checkpoint", rule, seed)
 
 
-def _check_parallelism(config: MonarchTrainer.Config) -> None:
-    """TorchTitan's rules for one replica, whose ranks are a world of their own."""
+def check_parallelism(config: MonarchTrainer.Config) -> None:
+    """Raise ConfigError for a degree that breaks TorchTitan's rules for one replica, whose ranks are a world apart."""
     from torchtitan.distributed import ParallelDims
 
     degrees, monarch = config.parallelism, config.monarch

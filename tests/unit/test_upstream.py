@@ -109,6 +109,25 @@ print(tools.device_type, utils.device_type, utils.device_module.get_device_name(
 
 
 @no_accelerator
+def test_the_fake_backend_still_shards_on_an_accelerator_that_is_not_there():
+    fake = "utils.init_fake_mode(4); ParallelDims(1, 4, 1, 1, 1, 1, 4).build_mesh()"
+    code = f"from torchtitan.distributed import ParallelDims, utils; print({fake.replace('; ', ' or ')}.device_type)"
+    assert python(code).splitlines()[-1] == "cuda", (
+        "TorchTitan's fake backend needs no accelerator now: fake_world() need not exchange its device."
+    )
+
+
+def test_a_fake_world_is_on_the_cpu_and_gone_afterwards():
+    from torchtitan.distributed import ParallelDims, parallel_dims
+
+    device = parallel_dims.device_type
+    with upstream.fake_world(3, 4, "partial_dtensor"):
+        dims = ParallelDims(1, 4, 1, 1, 1, 1, 4, "partial_dtensor")
+        assert (dims.build_mesh().device_type, dims.get_mesh("fsdp").get_local_rank()) == ("cpu", 3)
+    assert parallel_dims.device_type == device and not dist.is_initialized()
+
+
+@no_accelerator
 def test_install_cpu_device_reaches_the_modules_imported_later():
     expected = "cpu cpu CPU 2 True active_bytes.all.peak True True"
     assert python(INSTALL, LOCAL_WORLD_SIZE="2").splitlines()[-1] == expected
