@@ -47,13 +47,14 @@ def base_config(base: Base) -> MonarchTrainer.Config:
     """
     registry = _registry(base.module)
     if base.config:
-        config: Any = as_monarch(_configuration(registry, base.config))
+        config = as_monarch(_configuration(registry, base.config))
         model = _model(base) if base.flavor else config.model_spec
     else:
         model = _model(base)
         config = as_monarch(_around(model, registry))
     # A new object: a configuration function may give the same one again.
-    return dataclasses.replace(config, torchtitan=base, model_spec=model, loss=_loss_for(config.loss, model))
+    changes: dict[str, Any] = {"model_spec": model, "loss": _loss_for(config.loss, model)}
+    return dataclasses.replace(config, torchtitan=base, **changes)
 
 
 def as_monarch(config: Any) -> MonarchTrainer.Config:

@@ -17,6 +17,7 @@ import torch
 
 from monarch_titan.config.base import BYTE_TOKENIZER, nearest
 from monarch_titan.config.converters import enabled_converters
+from monarch_titan.config.degrees import violations
 from monarch_titan.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def check(config: MonarchTrainer.Config) -> None:
     _check_optimizer(config)
     _check_fault_tolerance(config)
     check_parallelism(config)
+    if broken := violations(config):
+        raise ConfigError(broken[0])
     _check_dataset_paths(config)
 
 

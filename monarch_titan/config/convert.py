@@ -21,7 +21,7 @@ from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.loader import load_given
 from monarch_titan.config.overlay import Given
 from monarch_titan.config.rows import Row
-from monarch_titan.config.sources import gather, parse
+from monarch_titan.config.sources import gather, parse, with_overrides
 
 BASE = "torchtitan"
 
@@ -52,7 +52,7 @@ def convert(path: Path) -> str:
     translation.raise_refused()
     text = _Converter(tomlkit.parse(path.read_text()), translation).text()
     before = load_given(given).config
-    after = load_given(parse(text, f"{path} converted")).config
+    after = load_given(with_overrides(parse(text, f"{path} converted"), ())).config
     if _comparable(before) != _comparable(after):
         raise ConfigError(f"{path}: what it means cannot be said in TorchTitan 0.3.0's names.")
     return text

@@ -13,6 +13,8 @@ def violations(config: MonarchTrainer.Config) -> list[str]:
 
     For degrees that satisfy :func:`monarch_titan.config.checks.check_parallelism`.
     """
+    if not hasattr(config.model_spec.model, "layers"):
+        return []  # no language model; TorchTitan's own trainer of it knows what fits
     return [*_model_violations(config), *_pipeline_violations(config)]
 
 

@@ -110,6 +110,8 @@ class _Translator:
             case "fault_tolerance.group_size":
                 return self._group_size(item)
         value = item.plain()
+        if key == "model.tokenizer_path" and "model.hf_assets_path" in self._items:
+            return self._not_applied(key, item, "model.hf_assets_path replaced it")
         if rule.when is not None and (now := self._plain(rule.when[0], rule.when[1][0])) not in rule.when[1]:
             return self._not_applied(key, item, f"it means nothing with {rule.when[0]} = {now!r}")
         if rule.only is not None and not any(value == allowed for allowed in rule.only):

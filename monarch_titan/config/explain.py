@@ -14,7 +14,8 @@ from monarch_titan.config.checks import check, check_here
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.loader import Loaded, build, load_given
 from monarch_titan.config.overlay import Given
-from monarch_titan.config.rows import Row, leaves, located
+from monarch_titan.config.rows import Row, leaves, located, place
+from monarch_titan.config.scale import Scale, measure, render
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +40,9 @@ class Examination:
     notes: list[str]
     """What was applied and may not do what it seems to."""
 
+    scale: Scale | None
+    """The job at its full size; None if it cannot be built, or is no language model."""
+
     lacks: str
     """What this machine lacks to train it; empty if nothing."""
 
@@ -61,11 +65,12 @@ def examine(given: Given) -> Examination:
         refused = [row for row in rows if row.status == "refused"]
         errors = [f"{row.where}: {row.reason}" for row in refused] or [str(error)]
     if loaded is None:
-        return Examination(dialect=dialect, config=None, rows=rows, errors=errors, notes=[], lacks="")
+        none = {"config": None, "notes": [], "scale": None, "lacks": ""}
+        return Examination(dialect=dialect, rows=rows, errors=errors, **none)
     config, notes = loaded.config, loaded.notes
-    errors = _unfit(config, rows, given.source)
+    scale, errors = _measured(config, rows, given.source)
     lacks = "" if errors else _missing(config)
-    return Examination(dialect=dialect, config=config, rows=rows, errors=errors, notes=notes, lacks=lacks)
+    return Examination(dialect=dialect, config=config, rows=rows, errors=errors, notes=notes, scale=scale, lacks=lacks)
 
 
 def _with_refused(rows: list[Row], native: Given) -> list[Row]:
@@ -94,13 +99,19 @@ def _reason(given: Given) -> str:
     return ""
 
 
-def _unfit(config: MonarchTrainer.Config, rows: list[Row], source: str) -> list[str]:
+def _measured(config: MonarchTrainer.Config, rows: list[Row], source: str) -> tuple[Scale | None, list[str]]:
+    """The job at its full size, and what makes it impossible."""
     try:
         with located(rows, source):
             check(config)
+            if not hasattr(config.model_spec.model, "layers"):
+                return None, []
+            scale = measure(config)
+            if shortage := scale.shortage():
+                return scale, [place(shortage, rows, source)]
     except ConfigError as error:
-        return [str(error)]
-    return []
+        return None, str(error).splitlines()
+    return scale, []
 
 
 def _missing(config: MonarchTrainer.Config) -> str:
@@ -121,6 +132,8 @@ def print_examination(found: Examination, source: str, console: Console) -> None
         console.print(_line(row), soft_wrap=True)
     for note in found.notes:
         console.print(Text.assemble(("note        ", "yellow"), note), soft_wrap=True)
+    if found.scale is not None:
+        console.print(render(found.scale))
     count = {status: sum(row.status == status for row in found.rows) for status in STYLES}
     console.print(Text(", ".join(f"{number} {status}" for status, number in count.items()) + "."), soft_wrap=True)
 

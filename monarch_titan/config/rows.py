@@ -54,10 +54,11 @@ def located(rows: Sequence[Row], source: str) -> Generator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(_place(str(error), rows, source)) from error
+        raise ConfigError(place(str(error), rows, source)) from error
 
 
-def _place(message: str, rows: Sequence[Row], source: str) -> str:
+def place(message: str, rows: Sequence[Row], source: str) -> str:
+    """A message with the file and the line of the option that it is about before it."""
     for option in re.findall(r"[\w-]+(?:\.[\w-]+)+|\w+(?= must)", message):
         for row in reversed(rows):
             if row.where and row.new and (option == row.new or option.startswith(f"{row.new}.")):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchtitan.components.optimizer.utils import init_optim_state
 
-from monarch_titan.training.replica import local
+from monarch_titan.training.replica import host_copy, local
 
 if TYPE_CHECKING:
     import torchft
@@ -40,8 +40,7 @@ def _model_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def _save_model(trainer: Trainer) -> State:
-    # Clones: TorchFT serves CPU tensors in place, and training goes on while a peer still reads.
-    return {name: tensor.clone() for name, tensor in _model_tensors(trainer).items()}
+    return {name: host_copy(tensor) for name, tensor in _model_tensors(trainer).items()}
 
 
 def _load_model(trainer: Trainer, state: State) -> None:
@@ -57,7 +56,7 @@ def _save_optimizers(trainer: Trainer) -> list[State]:
             for group in optimizer.param_groups
         ]
         moments = [
-            {key: local(value).clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
+            {key: host_copy(value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
             # get() because looking up a missing entry would make it, and look like state to init_optim_state.
             for entry in (optimizer.state.get(parameter, {}) for parameter in _parameters(optimizer))
         ]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
-from monarch_titan.training.replica import digest, local
+from monarch_titan.training.replica import digest, host_copy, local
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -93,10 +93,10 @@ class Fragment:
         self.contributes = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Global parameters and momentum, as copies."""
+        """Global parameters and momentum, as copies in the host's memory."""
         return {
-            "globals": [tensor.clone() for tensor in self.globals],
-            "momentum": [None if m is None else m.clone() for m in self.momentum()],
+            "globals": [host_copy(tensor) for tensor in self.globals],
+            "momentum": [None if m is None else host_copy(m) for m in self.momentum()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

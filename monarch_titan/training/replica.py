@@ -45,6 +45,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard in the host's memory, always a copy: TorchFT serves it while training goes on, and moves what
+    is on an accelerator there anyway, so that a copy on the device would only take memory twice."""
+    return local(tensor).to("cpu", copy=True)
+
+
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """SHA-256 (first 16 hex digits) over the bytes of the tensors' local shards, to compare replicas bit for bit."""
     sha = hashlib.sha256()

@@ -66,7 +66,7 @@ def test_train_runs_the_file_with_its_overrides(outcome, file, capfd):
     ("error", "code", "message"),
     [
         (run.RunFailed("replica 1 failed 16 times"), 1, "replica 1 failed 16 times"),
-        (ConfigError("a must be b,\n  got c."), 2, "a must be b, got c."),
+        (ConfigError("a must be b,\n  got c."), 2, "FILE: a must be b, got c."),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
         (run.Interrupted(signal.SIGINT), 130, "stopped by SIGINT"),
         (run.Interrupted(signal.SIGTERM), 143, "stopped by SIGTERM"),
@@ -76,7 +76,7 @@ def test_ends_that_are_not_well_are_one_line(outcome, file, capfd, error, code, 
     outcome(error)
     assert main(["train", file]) == code
     printed = capfd.readouterr()
-    assert printed.err == f"monarch-titan: error: {message}\n"
+    assert printed.err == f"monarch-titan: error: {message.replace('FILE', file)}\n"
     assert "Files in" in printed.out  # the report
 
 
@@ -161,7 +161,15 @@ def test_help_names_all_verbs_and_loads_nothing_heavy():
     )
     command = [sys.executable, "-c", script]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert re.findall(r"^    (\w+) ", printed, re.M) == ["train", "demo", "report"]
+    assert re.findall(r"^    (\w+)(?= |$)", printed, re.M) == [
+        "train",
+        "validate",
+        "convert",
+        "recipes",
+        "demo",
+        "report",
+        "completion",
+    ]
     assert printed.endswith("[]\n")
 
 

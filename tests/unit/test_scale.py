@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,13 +23,12 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 from torchtitan.models.deepseek_v3 import model_registry
 
 from monarch_titan.config import activations, gpus, memory
+from monarch_titan.config.base import as_monarch, base_config
 from monarch_titan.config.errors import ConfigError
-from monarch_titan.config.loader import as_monarch, base_config
 from monarch_titan.config.scale import measure, render
 from monarch_titan.config.sections import Base, Monarch
 from monarch_titan.config.shards import MetaModel, local
 from monarch_titan.training.outer import OUTER_OPTIMIZERS, Fragment
-from monarch_titan.training.trainer import MonarchTrainer
 
 LLAMA, MOE = ("llama3", "llama3_debugmodel"), ("deepseek_v3", "deepseek_v3_debugmodel")
 
@@ -41,7 +39,7 @@ TOTAL = 6 * LAYER + 2 * WORDS + NORM
 
 def configure(base=LLAMA, *, ranks=8, **options):
     """A configuration of one replica's ranks with options by their paths, ``__`` for the dot."""
-    config = as_monarch(base_config(Base(module=base[0], config=base[1])), MonarchTrainer.Config)
+    config = as_monarch(base_config(Base(module=base[0], config=base[1])))
     config.monarch.procs_per_host = ranks
     config.training.local_batch_size, config.training.seq_len = 4, 1024
     for path, value in options.items():
@@ -76,11 +74,11 @@ FULL_SCALE = """
 import time
 start = time.monotonic()
 import dataclasses, json, resource
-from monarch_titan.config.loader import as_monarch, base_config
+from monarch_titan.config.base import as_monarch, base_config
 from monarch_titan.config.scale import measure
 from monarch_titan.config.sections import Base
 from monarch_titan.training.trainer import MonarchTrainer
-config = as_monarch(base_config(Base(module="deepseek_v3", config="deepseek_v3_671b")), MonarchTrainer.Config)
+config = as_monarch(base_config(Base(module="deepseek_v3", config="deepseek_v3_671b")))
 config.monarch.num_replicas, config.monarch.hosts_per_replica, config.monarch.procs_per_host = 4, 32, 8
 config.parallelism.expert_parallel_degree = 8
 scale = measure(config)
@@ -332,14 +330,12 @@ def test_a_pipeline_keeps_all_gathered_and_all_gradients():
 
 
 def test_float8_adds_a_byte_a_parameter_of_the_largest_unit(plain):
-    model = MetaModel(configure())
-    with model.on_rank(0) as part:
-        sections = {name: getattr(model.config, name) for name in ("training", "parallelism")}
-        config = SimpleNamespace(**sections, torchtitan=SimpleNamespace(converters={"linear": {}}))
+    config = configure()
+    with MetaModel(config).on_rank(0) as part:
+        assert memory._fsdp_buffers(config, part)["float8"] == 0
+        config.torchtitan.converters = {"float8_linear": {"filter_fqns": ["lm_head"]}}
         assert memory._fsdp_buffers(config, part)["float8"] == LAYER
-        config.float8_comm = SimpleNamespace(all_gather=True)
-        assert memory._fsdp_buffers(config, part)["float8"] == 2 * LAYER
-        config.float8_comm.all_gather, config.torchtitan.converters = False, {}
+        config.torchtitan.converters["float8_linear"]["enable"] = False
         assert memory._fsdp_buffers(config, part)["float8"] == 0
 
 
