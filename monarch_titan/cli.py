@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())  # as python -m does: a user's own configuration functions are found
     # Until a run has its log files, its libraries' remarks have nowhere to go but the screen.
     logging.getLogger().addHandler(logging.NullHandler())
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao on torch 2.13 is warned about at import
     return _guarded(options.verb, options)
 
 

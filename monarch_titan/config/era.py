@@ -199,8 +199,8 @@ class _Translator:
             defaults["optimizer.param_groups.0.optimizer_kwargs.betas"] = [0.9, 0.95]
         if "fault_tolerance" in self._given.value:
             defaults |= FAULT_TOLERANCE_DEFAULTS
-            if "monarch" not in self._given.value:
-                defaults["fault_tolerance.enable"] = False
+        if "monarch" not in self._given.value:
+            defaults["fault_tolerance.enable"] = False
         return defaults
 
     def _model(self, item: Given) -> None:

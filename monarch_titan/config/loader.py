@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 SECTIONS = {"torchtitan": Base, "fault_tolerance": FaultTolerance, "monarch": Monarch}
 """The sections of our own, which need no TorchTitan to be checked."""
 
+OWN = {"fault_tolerance", "monarch"}
+"""Those that ask for replicas to be joined."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
@@ -94,6 +97,8 @@ def build(given: Given) -> MonarchTrainer.Config:
     assert chosen is not None
     with _blamed_on(chosen):
         config = base_config(base)
+    if not OWN & given.value.keys() and (config.monarch, config.fault_tolerance) == (Monarch(), FaultTolerance()):
+        config.fault_tolerance = FaultTolerance(enable=False)  # nobody spoke of replicas: plain TorchTitan
     content = given.plain()
     with _blamed_on(given.value.get("activation_checkpoint", given)):
         choose_classes(config, content)

@@ -191,8 +191,9 @@ def test_without_a_section_the_replicas_are_joined_as_anywhere_here(write):
     assert (ours.fault_tolerance.semi_sync_method, ours.fault_tolerance.sync_steps) == ("diloco", 20)
 
 
-def test_without_monarch_there_is_one_replica(write):
-    assert load(write(MODEL)).monarch.num_replicas == 1
+def test_without_monarch_there_is_one_replica_and_nothing_to_join(write):
+    config = load(write(MODEL))
+    assert (config.monarch.num_replicas, config.fault_tolerance.enable) == (1, False)
 
 
 # Models and converters ----------------------------------------------------------------------------------------------

@@ -74,9 +74,9 @@ def test_base_may_be_shared_and_is_not_changed(write, package):
     text = "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
     file = write(package("shared_conf", text + "SHARED = llama3_debugmodel()\ndef mine():\n    return SHARED\n"))
     load(file, "training.steps=7", "optimizer.param_groups.0.optimizer_kwargs.lr=7", "override.imports=[a.b]")
-    assert load(file).to_dict() == as_monarch(sys.modules["shared_conf"].SHARED).to_dict() | {
-        "torchtitan": dataclasses.asdict(Base(module="shared_conf", config="mine"))
-    }
+    assert load(file, "fault_tolerance.enable=true").to_dict() == as_monarch(
+        sys.modules["shared_conf"].SHARED
+    ).to_dict() | {"torchtitan": dataclasses.asdict(Base(module="shared_conf", config="mine"))}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,61 @@ def test_value_takes_the_type_of_its_field(write, override, option, value):
         found = getattr(found, name)
     assert found == value
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("more", "joins"),
+    [
+        ("", False),
+        ("[training]\nsteps = 5\n", False),
+        ("[monarch]\nnum_replicas = 1\n", True),
+        ("[fault_tolerance]\n", True),
+    ],
+)
+def test_plain_torchtitan_stays_plain_where_nobody_speaks_of_replicas(write, more, joins):
+    config = load(write(f'[torchtitan]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n{more}'))
+    assert config.fault_tolerance.enable == joins
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ('flavor = "8BB"', "torchtitan.flavor: llama3 has no '8BB'; did you mean 8B?"),
+        ('flavor = "8B"\nattn_backend = "sdpa"', "torchtitan.flavor: llama3 8B cannot be made: "),
+        (
+            'flavor = "8B"\nmoe_comm_backend = "deepep"',
+            "torchtitan.moe_comm_backend: the models of llama3 have no such",
+        ),
+        ("converters = {float8 = {}}", "torchtitan.converters.float8 must be one of float8_linear,"),
+        ("converters = {float8_linear = 5}", "torchtitan.converters"),
+        ("converters = {float8_linear = {enable = 1}}", "torchtitan.converters.float8_linear.enable must be true or"),
+        (
+            "converters = {float8_linear = {filter = []}}",
+            "unknown option torchtitan.converters.float8_linear.filter; did",
+        ),
+        ("converters = {float8_linear = {recipe_name = 'x'}}", 'float8_linear.recipe_name must be one of "rowwise", '),
+        ("converters = {float8_linear = {model_compile_enabled = true}}", "is derived from compile.enable."),
+    ],
+)
+def test_bad_model(write, table, message):
+    file = write(f'[torchtitan]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n{table}\n')
+    with pytest.raises(ConfigError) as error:
+        load(file)
+    assert re.match(rf"{re.escape(str(file))}:[45]: ", str(error.value))
+    assert message in str(error.value)
+
+
+def test_flavor_exchanges_the_model_and_fits_the_loss(write):
+    base = '[torchtitan]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
+    config = load(write(base + 'flavor = "8B"\n'))
+    assert config.model_spec.flavor == "8B"
+    assert config.training.steps == 10  # of the configuration function
+    assert config.loss.loss_fn.global_vocab_size == 128_256
+
+
+def test_flavor_alone_is_surrounded_by_torchtitans_defaults(write):
+    config = load(write('[torchtitan]\nmodule = "qwen3"\nflavor = "0.6B"\n'))
+    assert (config.model_spec.flavor, config.training.steps) == ("0.6B", 10_000)
 
 
 def test_null_in_toml_is_a_string(write):
