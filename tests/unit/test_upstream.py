@@ -314,3 +314,15 @@ def test_quorum_client_asks_for_the_attempt_after_the_answer():
     assert client._quorum(step=0).quorum_id == client.quorum_id == 2_000_007
     assert client.heal
     assert client.should_commit() == "vote"
+
+
+def test_owner_is_what_a_configuration_builds():
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+    from monarch_titan.training.tokenizer import ByteTokenizer
+
+    assert upstream.owner(ByteTokenizer.Config) is ByteTokenizer
+    assert isinstance(ByteTokenizer.Config().build(), BaseTokenizer)
+    assert not hasattr(ByteTokenizer.Config, "owner"), (
+        "TorchTitan has a public name for it now: delete upstream.owner()."
+    )
