@@ -6,6 +6,7 @@ needed.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -158,6 +159,26 @@ def spmd_backend_needs_dtensor() -> bool:
     from packaging.version import Version
 
     return Version(torch.__version__) < Version("2.14.0.dev0")
+
+
+def take_microbatches(schedule: Any) -> None:
+    """Let a pipeline schedule be given microbatches that are already split.
+
+    TorchTitan 0.3 calls ``step(arg_mbs=..., kwarg_mbs=..., target_mbs=...)``, which torch 2.14 has. In 2.13 the public
+    ``step`` only splits whole batches, and what it hands its own ``_step_microbatches`` is what we exchange.
+    """
+    if "arg_mbs" in inspect.signature(schedule.step).parameters:
+        return
+    step, run = schedule.step, schedule._step_microbatches
+
+    def step_microbatches(*, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, **options: Any) -> Any:
+        def run_given(_args: Any, _kwargs: Any, _targets: Any, *rest: Any, **options: Any) -> Any:
+            return run(arg_mbs, kwarg_mbs, target_mbs, *rest, **options)
+
+        schedule._step_microbatches = run_given
+        return step(**options)
+
+    schedule.step = step_microbatches
 
 
 class QuorumClient:
