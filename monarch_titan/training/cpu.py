@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from monarch_titan import upstream
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-SDPA_OVERRIDES = (f"{__name__}.sdpa_attention", f"{__name__}.sdpa_varlen_attention")
+OVERRIDES = tuple(f"{__name__}.{name}" for name in ("sdpa_attention", "sdpa_varlen_attention", "gpt_oss_experts"))
 """For ``override.imports`` on a CPU machine."""
 
 OutTransform: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -144,6 +145,24 @@ def sdpa_varlen_attention(config: VarlenAttention.Config) -> SdpaVarlenAttention
     return derive(config, SdpaVarlenAttention.Config)
 
 
+class GptOssExperts(GptOssGroupedExperts):
+    """GPT-OSS's experts for activations of any dtype: TorchTitan's give bfloat16 and expect the same beside it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        """TorchTitan's result in the dtype of ``x_RD``."""
+        return super().forward(x_RD, num_tokens_per_expert_E).to(x_RD.dtype)
+
+
+@override(target=GptOssGroupedExperts.Config, exact=True, description="experts in float32")
+def gpt_oss_experts(config: GptOssGroupedExperts.Config) -> GptOssExperts.Config:
+    """Swap the experts of every layer."""
+    return derive(config, GptOssExperts.Config)
+
+
 def adapt(config: Trainer.Config) -> None:
     """Rewrite a configuration in place for the device and the torch at hand; a second call changes nothing."""
     if upstream.spmd_backend_needs_dtensor():
@@ -153,7 +172,7 @@ def adapt(config: Trainer.Config) -> None:
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
     imports = config.override.imports
-    config.override.imports = [*imports, *(name for name in SDPA_OVERRIDES if name not in imports)]
+    config.override.imports = [*imports, *(name for name in OVERRIDES if name not in imports)]
 
 
 def use_sum_reductions(model: torch.nn.Module) -> None:
