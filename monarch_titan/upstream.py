@@ -35,6 +35,10 @@ MONARCH_ENVIRONMENT = {
 }
 
 
+CONTEXT_PARALLEL_BLOCK = 128
+"""Tokens: torch 2.14 makes masks for context parallelism only where each rank's share of a sequence is whole blocks."""
+
+
 def set_monarch_environment() -> None:
     """Set Monarch's supervision knobs, unless the user has.
 
@@ -161,7 +165,7 @@ def install_cpu_device() -> None:
             _set_pg_timeout(timeout, group)
 
         dist.set_timeout = set_timeout  # type: ignore[attr-defined]
-    dist.all_to_all = _all_to_all
+    dist.all_to_all = _all_to_all  # type: ignore[assignment]
     if "torchtitan.trainer" in sys.modules:
         return  # too late to train here; a process that only launches replicas does not need it
     import torchtitan.tools.utils as tools

@@ -5,12 +5,14 @@ TorchTitan and TorchFT check much of this too, but inside the trainers, after mi
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monarch_titan import upstream
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.loader import BYTE_TOKENIZER
 
@@ -125,6 +127,14 @@ def _check_parallelism(config: MonarchTrainer.Config) -> None:
     _require(inner % dims.ep == 0, f"{path}.expert_parallel_degree", rule, dims.ep)
 
     _check_shapes(config, dims)
+    _check_model(config)
+    _check_experts(config)
+    if dims.cp > 1:
+        _check_context_parallel(config)
+    if dims.pp > 1:
+        _check_pipeline_parallel(config, dims)
+    if upstream.accelerator() is None:
+        _check_without_accelerator(config)
 
 
 def _check_shapes(config: MonarchTrainer.Config, dims: ParallelDims) -> None:
@@ -137,6 +147,103 @@ def _check_shapes(config: MonarchTrainer.Config, dims: ParallelDims) -> None:
     size = training.global_batch_size
     # TorchTitan takes any negative number for "no accumulation".
     _require(size < 0 or (size > 0 and size % (batch * ranks) == 0), "training.global_batch_size", rule, size)
+
+
+def _parts(config: MonarchTrainer.Config, *kinds: Any) -> list[Any]:
+    """Configurations of these kinds of module, and of kinds derived from them, anywhere in the model."""
+    return [part for kind in kinds for _, part, *_ in config.model_spec.model.traverse(kind.Config)]
+
+
+def _check_model(config: MonarchTrainer.Config) -> None:
+    """The model's own rules: divisible heads, longest sequence, tied weights in a pipeline and whatever else."""
+    spec, backend = config.model_spec, config.parallelism.spmd_backend
+    only = spec.name == "muse_glimmer"
+    rule = f'be "spmd_types" for {spec.name}, which knows no other, and torch be 2.14 or newer'
+    _require(not only or backend == "spmd_types", "parallelism.spmd_backend", rule, backend)
+    try:
+        copy.deepcopy(spec.model).update_from_config(config=config)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        raise ConfigError(f"{spec.name} {spec.flavor} cannot be trained this way: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _check_experts(config: MonarchTrainer.Config) -> None:
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    degrees, path, spec = config.parallelism, "parallelism", config.model_spec
+    if degrees.expert_parallel_degree == 1:
+        return
+    experts = {dispatcher.num_experts for dispatcher in _parts(config, LocalTokenDispatcher)}
+    rule = f"be 1 for {spec.name} {spec.flavor}, which has no experts"
+    _require(bool(experts), f"{path}.expert_parallel_degree", rule, degrees.expert_parallel_degree)
+    for number in experts:
+        rule = f"divide the number of experts, {number}"
+        divides = number % degrees.expert_parallel_degree == 0
+        _require(divides, f"{path}.expert_parallel_degree", rule, degrees.expert_parallel_degree)
+    works = degrees.enable_sequence_parallel or degrees.spmd_backend != "partial_dtensor"
+    rule = (
+        f"be true with both tensor_parallel_degree ({degrees.tensor_parallel_degree}) and expert_parallel_degree "
+        f'({degrees.expert_parallel_degree}) above 1 and spmd_backend "partial_dtensor", which cannot hand experts '
+        "tokens that are not sharded"
+    )
+    _require(works or degrees.tensor_parallel_degree == 1, f"{path}.enable_sequence_parallel", rule, False)
+
+
+def _check_context_parallel(config: MonarchTrainer.Config) -> None:
+    from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+
+    degrees, path, spec = config.parallelism, "parallelism", config.model_spec
+    degree, balancer = degrees.context_parallel_degree, degrees.context_parallel_load_balancer
+    whole = spec.name in ("kimi_k2_5", "qwen3_5") or bool(_parts(config, VarlenAttention))
+    rule = f"be 1 for {spec.name} {spec.flavor}, whose attention TorchTitan cannot divide along the sequence"
+    _require(not whole, f"{path}.context_parallel_degree", rule, degree)
+    rule = 'be "headtail", "ptrr" or null'
+    _require(balancer in (None, "headtail", "ptrr"), f"{path}.context_parallel_load_balancer", rule, balancer)
+    block = degree * upstream.CONTEXT_PARALLEL_BLOCK
+    rule = f"be divisible by {block} for context_parallel_degree ({degree}) with flex attention, which masks by blocks"
+    fits = config.training.seq_len % block == 0 or not _parts(config, FlexAttention)
+    _require(fits, "training.seq_len", rule, config.training.seq_len)
+
+
+def _check_pipeline_parallel(config: MonarchTrainer.Config, dims: ParallelDims) -> None:
+    from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    path, spec, schedule = "parallelism", config.model_spec, config.parallelism.pipeline_parallel_schedule
+    rule = f"be 1 for {spec.name} {spec.flavor}, which TorchTitan cannot cut into stages"
+    _require(spec.pipelining_fn is not None, f"{path}.pipeline_parallel_degree", rule, dims.pp)
+    try:
+        upstream.check_pipeline(config, dims)
+    except (AssertionError, OSError, ValueError) as error:
+        raise ConfigError(
+            f'{path}.pipeline_parallel_schedule "{schedule}" does not fit pipeline_parallel_degree ({dims.pp}), '
+            f"{spec.name} {spec.flavor} and training.local_batch_size ({config.training.local_batch_size}): "
+            f"{_one_line(error)}"
+        ) from error
+    whole = schedule.lower() not in ("dualpipev", "interleavedzerobubble", "zbvzerobubble")
+    rule = 'be one of "1F1B", "GPipe", "Interleaved1F1B" and "LoopedBFS", which do not split the backward pass, with '
+    reason = "selective activation checkpointing, which forbids a second pass"
+    selective = isinstance(config.activation_checkpoint, SelectiveAC.Config)
+    _require(whole or not selective, f"{path}.pipeline_parallel_schedule", rule + reason, schedule)
+    reason = "a ChunkedLossWrapper, through which the last norm would get no gradient"
+    chunked = isinstance(config.loss, ChunkedLossWrapper.Config)
+    _require(whole or not chunked, f"{path}.pipeline_parallel_schedule", rule + reason, schedule)
+
+
+def _check_without_accelerator(config: MonarchTrainer.Config) -> None:
+    from torchtitan.models.common import dist_gemm, token_dispatcher
+
+    offload = config.training.enable_cpu_offload
+    _require(not offload, "training.enable_cpu_offload", "be false without an accelerator to offload from", offload)
+    dispatchers = [getattr(token_dispatcher, f"{name}EPTokenDispatcher") for name in ("Deep", "Hybrid", "MinimalAsync")]
+    gemms = [dist_gemm.AllGatherFusedFeedForward, dist_gemm.AllGatherFusedQKVLinear, dist_gemm.RowParallelLinear]
+    for part in _parts(config, *dispatchers, *gemms):
+        kind = type(part).__qualname__.removesuffix(".Config")
+        rule = f"give a model without {kind}, which needs an accelerator"
+        _require(False, "torchtitan.config", rule, config.torchtitan.config)
 
 
 def _check_files(config: MonarchTrainer.Config) -> None:
