@@ -142,6 +142,9 @@ def _check_shapes(config: MonarchTrainer.Config, dims: ParallelDims) -> None:
     divisor = (dims.tp if sequence_parallel else 1) * (2 * dims.cp if dims.cp > 1 else 1)
     rule = f"be divisible by {divisor} for tensor_parallel_degree ({dims.tp}) and context_parallel_degree ({dims.cp})"
     _require(training.seq_len % divisor == 0, "training.seq_len", rule, training.seq_len)
+    if chunks := getattr(config.loss, "num_chunks", None):  # ChunkedLossWrapper
+        rule = f"be divisible by loss.num_chunks ({chunks}) * context_parallel_degree ({dims.cp})"
+        _require(training.seq_len % (chunks * dims.cp) == 0, "training.seq_len", rule, training.seq_len)
     batch, ranks = training.local_batch_size, dims.dp_replicate * dims.dp_shard
     rule = f"be -1 or a multiple of training.local_batch_size ({batch}) * data-parallel ranks in a replica ({ranks})"
     size = training.global_batch_size
