@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-unit test-newest lint types case-study bench venv clean
+.PHONY: demo test test-unit test-parallelism test-newest lint types case-study bench venv clean
 
 demo: $(READY)
 	$(BIN)/monarch-titan demo
@@ -21,6 +21,9 @@ test: $(READY)
 
 test-unit: $(READY)
 	$(PYTEST) tests/unit
+
+test-parallelism: $(READY)
+	MONARCH_TITAN_ALL_PARALLELISM=1 $(PYTEST) tests/integration/test_parallelism.py
 
 test-newest:
 	$(MAKE) VENV=.venv-newest TORCH=$(NEWEST_TORCH) test

@@ -7,6 +7,7 @@ needed.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import re
@@ -18,7 +19,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     import torchft
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.trainer import Trainer
 
 MONARCH_ENVIRONMENT = {
     # How often Monarch asks whether its processes live. 10 s by default: most of a recovery would be waiting.
@@ -31,6 +35,10 @@ MONARCH_ENVIRONMENT = {
     # How long a process that is told to stop may take before it is killed. 10 s by default.
     "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "2s",
 }
+
+
+CONTEXT_PARALLEL_BLOCK = 128
+"""Tokens: torch 2.14 makes masks for context parallelism only where each rank's share of a sequence is whole blocks."""
 
 
 def set_monarch_environment() -> None:
@@ -128,6 +136,19 @@ def accelerator() -> str | None:
     return found.type if found is not None else None
 
 
+def _all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any = None) -> None:
+    """``torch.distributed.all_to_all`` for parts of any size, over ``all_to_all_single``."""
+    import torch
+    import torch.distributed as dist
+
+    sizes = [tensor.numel() for tensor in outputs]
+    received = torch.empty(sum(sizes), dtype=outputs[0].dtype, device=outputs[0].device)
+    sent = torch.cat([tensor.reshape(-1) for tensor in inputs])
+    dist.all_to_all_single(received, sent, sizes, [tensor.numel() for tensor in inputs], group=group)
+    for output, part in zip(outputs, received.split(sizes), strict=True):
+        output.copy_(part.view_as(output))
+
+
 def install_cpu_device() -> None:
     """Make TorchTitan use the CPU where there is no accelerator.
 
@@ -146,6 +167,7 @@ def install_cpu_device() -> None:
             _set_pg_timeout(timeout, group)
 
         dist.set_timeout = set_timeout  # type: ignore[attr-defined]
+    dist.all_to_all = _all_to_all  # type: ignore[assignment]
     if "torchtitan.trainer" in sys.modules:
         return  # too late to train here; a process that only launches replicas does not need it
     import torchtitan.tools.utils as tools
@@ -196,6 +218,53 @@ def fake_world(rank: int, world_size: int, spmd_backend: str) -> Generator[None]
         logging.disable(disabled)
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
+
+
+def take_microbatches(schedule: Any) -> None:
+    """Let a pipeline schedule be given microbatches that are already split.
+
+    TorchTitan 0.3 calls ``step(arg_mbs=..., kwarg_mbs=..., target_mbs=...)``, which torch 2.14 has. In 2.13 the public
+    ``step`` only splits whole batches, and what it hands its own ``_step_microbatches`` is what we exchange.
+    """
+    if "arg_mbs" in inspect.signature(schedule.step).parameters:
+        return
+    step, run = schedule.step, schedule._step_microbatches
+
+    def step_microbatches(*, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, **options: Any) -> Any:
+        def run_given(_args: Any, _kwargs: Any, _targets: Any, *rest: Any, **options: Any) -> Any:
+            return run(arg_mbs, kwarg_mbs, target_mbs, *rest, **options)
+
+        schedule._step_microbatches = run_given
+        return step(**options)
+
+    schedule.step = step_microbatches
+
+
+def check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
+    """Raise ValueError for a pipeline that the first pipeline rank could not build; nothing is built.
+
+    TorchTitan 0.3 and torch know how many layers, stages and microbatches fit together, and say so only while they
+    build. Their private functions are given stages without modules here.
+    """
+    from torchtitan.distributed import pipeline_parallel as titan
+
+    parallelism = config.parallelism
+    stages, layers, first, last = titan._get_pipeline_metadata(dims, parallelism, config.model_spec.model)
+    if parallelism.module_fqns_per_model_part is None:
+        titan._generate_llm_fqn_per_model_part(stages, layers, first, last)
+    else:
+        stages = len(parallelism.module_fqns_per_model_part)
+    schedule = parallelism.pipeline_parallel_schedule
+    indices = titan._get_pp_rank_to_stage_indices_mapping(0, dims.pp, schedule, stages)
+    titan._build_pipeline_schedule(
+        parallelism=parallelism,
+        local_batch_size=config.training.local_batch_size,
+        stages=[
+            types.SimpleNamespace(num_stages=stages, stage_index=index, group_size=dims.pp, group_rank=0, submod=None)
+            for index in indices
+        ],
+        loss_fn=lambda: None,
+    )
 
 
 class QuorumClient:

@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from monarch_titan.config.checks import check_parallelism
-from monarch_titan.config.degrees import notes_on_degrees, violations
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.gpus import capacity
+from monarch_titan.config.parallelism import check_parallelism
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -103,14 +102,11 @@ def measure(config: MonarchTrainer.Config) -> Scale:
 
     The configuration is not changed, and the process is left as it was. Takes about a second a pipeline rank.
 
-    Raises ConfigError, one line a rule, for degrees that do not fit the model, and with TorchTitan's own words for
-    what else it refuses.
+    Raises ConfigError for degrees that do not fit the model, and with TorchTitan's own words for what else it refuses.
     """
     check_parallelism(config)
     if not hasattr(config.model_spec.model, "layers"):
         raise ConfigError(f"torchtitan.config must give a language model to be measured, got {config.model_spec.name}.")
-    if broken := violations(config):
-        raise ConfigError("\n".join(broken))
     if (gpu := config.monarch.gpu) is not None:
         capacity(gpu)
     from monarch_titan.config.shards import MetaModel
@@ -132,7 +128,7 @@ def measure(config: MonarchTrainer.Config) -> Scale:
         active=active,
         kinds=kinds,
         gpu=gpu,
-        notes=[*notes_on_degrees(config), *notes],
+        notes=[*_idle(config), *notes],
         advice=_advice(config, active != parameters),
     )
 
@@ -159,6 +155,17 @@ def _count(model: Any) -> tuple[int, int]:
             numel = sum(parameter.numel() for parameter in experts.parameters())
             active -= numel - numel * module.router.top_k // experts.num_experts
     return total, active
+
+
+def _idle(config: MonarchTrainer.Config) -> list[str]:
+    """What the degrees allow and what costs something all the same."""
+    degrees, batch = config.parallelism, config.training.local_batch_size
+    if degrees.pipeline_parallel_degree == 1:
+        return []
+    microbatches, pp = batch // degrees.pipeline_parallel_microbatch_size, degrees.pipeline_parallel_degree
+    if microbatches >= pp:
+        return []
+    return [f"training.local_batch_size gives {microbatches} micro-batches to {pp} pipeline ranks: some always wait."]
 
 
 def _padding(part: Part) -> list[str]:

@@ -63,15 +63,17 @@ class MonarchTrainer(Trainer):
         self._joined = self._stepped = False
         self._micro_batches = 0
         super().__init__(config)
-        if context is not None and context.rank == self._reporting_rank():
+        if self.parallel_dims.pp_enabled:
+            upstream.take_microbatches(self.pp_schedule)
+        if context is not None and self._reports_steps(context.rank):
             self.metrics_processor.logger = StepReporter(
                 self.metrics_processor.logger, context, config.metrics.log_freq, self.parallel_dims.world_size
             )
 
-    def _reporting_rank(self) -> int:
-        """The first rank that knows the loss: pipeline stages before the last do not."""
+    def _reports_steps(self, rank: int) -> bool:
+        """True on the first rank that knows the loss, which of a pipeline are those with its last stage."""
         dims = self.parallel_dims
-        return dims.world_size // dims.pp * (dims.pp - 1) if dims.pp_enabled else 0
+        return rank % (dims.world_size // dims.pp) == 0 and (not dims.pp_enabled or self.pp_has_last_stage)
 
     def init_distributed(self) -> ParallelDims:
         """Form the replica's own process group, then the manager that joins its peers."""

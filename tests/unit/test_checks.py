@@ -5,20 +5,23 @@ from pathlib import Path
 
 import pytest
 
+from monarch_titan import upstream
 from monarch_titan.config.checks import check, check_here
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.loader import load
+from monarch_titan.training.cpu import adapt
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
 def resolve(tmp_path):
-    """Loads the Llama 3 debug base (3 replicas of 2 ranks) with overrides."""
-    file = tmp_path / "run.toml"
-    file.write_text('[torchtitan]\nmodule = "monarch_titan"\nconfig = "llama3_debug_diloco"\n')
+    """Loads the Llama 3 debug base (3 replicas of 2 ranks), or another, with overrides."""
 
-    def resolve(*overrides):
+    def resolve(*overrides, base="monarch_titan.llama3_debug_diloco"):
+        module, _, config = base.partition(".")
+        file = tmp_path / "run.toml"
+        file.write_text(f'[torchtitan]\nmodule = "{module}"\nconfig = "{config}"\n')
         return load(file, f"dump_folder={tmp_path / 'out'}", *overrides)
 
     return resolve
@@ -40,10 +43,10 @@ def test_the_files_to_start_from_can_be_run(tmp_path, name):
         "fault_tolerance.semi_sync_method=local_sgd training.steps=20",
         "fault_tolerance.num_fragments=4",
         "monarch.procs_per_host=4 parallelism.data_parallel_replicate_degree=2 parallelism.tensor_parallel_degree=2",
-        "monarch.procs_per_host=4 parallelism.data_parallel_shard_degree=4 parallelism.expert_parallel_degree=2",
         "monarch.procs_per_host=8 parallelism.pipeline_parallel_degree=2 parallelism.context_parallel_degree=2 "
-        "training.disable_cuda_graphs=true",
-        "parallelism.tensor_parallel_degree=2 parallelism.enable_sequence_parallel=false training.seq_len=127",
+        "training.disable_cuda_graphs=true training.seq_len=256",
+        "monarch.procs_per_host=16 parallelism.tensor_parallel_degree=16 parallelism.enable_sequence_parallel=false "
+        "training.seq_len=136",
         "training.global_batch_size=8",
     ],
 )
@@ -154,6 +157,10 @@ RANKS = "the ranks of one replica, which are monarch.hosts_per_replica (1) * mon
             "training.seq_len must be divisible by 2 for tensor_parallel_degree (2) and context_parallel_degree (1), "
             "got 127.",
         ),
+        (
+            "training.seq_len=100",
+            "training.seq_len must be divisible by loss.num_chunks (8) * context_parallel_degree (1), got 100.",
+        ),
         ("parallelism.context_parallel_degree=2 training.seq_len=126", "training.seq_len must be divisible by 4 for"),
         (
             "training.global_batch_size=6",
@@ -174,6 +181,187 @@ def test_contradiction_names_option_rule_and_value(resolve, overrides, message):
         check(resolve(*overrides.split()))
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+# Models and parallelism
+
+TITAN = ("dataloader.dataset=local_text", "hf_assets_path=byte_tokenizer", "training.disable_cuda_graphs=true",
+         "monarch.procs_per_host=4", "training.seq_len=512", "training.steps=20")  # fmt: skip
+TP, PP, CP, EP = (f"parallelism.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context", "expert"))
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+
+
+@pytest.mark.parametrize("dtensor", [True, False])
+@pytest.mark.parametrize(
+    ("base", "overrides"),
+    [
+        ("llama3.llama3_debugmodel", f"{TP}=4"),
+        ("llama3.llama3_debugmodel", f"{TP}=2 parallelism.enable_sequence_parallel=false {CP}=2"),
+        ("llama3.llama3_debugmodel", f"{CP}=4"),
+        ("llama3.llama3_debugmodel", f"{CP}=2 parallelism.context_parallel_load_balancer=null"),
+        ("llama3.llama3_debugmodel", f"{PP}=2 {TP}=2"),
+        ("llama3.llama3_debugmodel", f"{PP}=4 {SCHEDULE}=1F1B training.local_batch_size=4"),
+        ("llama3.llama3_debugmodel_varlen_attn", f"{PP}=2 {TP}=2"),
+        ("llama3.llama3_debugmodel_ce_loss", f"{PP}=2 {SCHEDULE}=ZBVZeroBubble activation_checkpoint=null"),
+        ("deepseek_v3.deepseek_v3_debugmodel", f"{EP}=4"),
+        ("deepseek_v3.deepseek_v3_debugmodel", f"{EP}=4 {TP}=2 {CP}=2"),
+        ("deepseek_v3.deepseek_v3_debugmodel", f"{EP}=2 {PP}=2 {SCHEDULE}=Interleaved1F1B"),
+        ("qwen3.qwen3_moe_debug", f"{EP}=4 {TP}=2"),
+        ("gpt_oss.gpt_oss_debugmodel", f"{EP}=2 {TP}=2"),
+        ("gpt_oss.gpt_oss_debugmodel_flex", f"{CP}=2"),
+    ],
+)
+def test_parallelism_that_fits_the_model(resolve, monkeypatch, base, overrides, dtensor):
+    monkeypatch.setattr(upstream, "accelerator", lambda: None)
+    monkeypatch.setattr(upstream, "spmd_backend_needs_dtensor", lambda: dtensor)
+    config = resolve(*TITAN, *overrides.split(), base=base)
+    before = config.model_spec.model.to_dict()
+    adapt(config)
+    check(config)
+    assert config.model_spec.model.to_dict() == before
+
+
+DEBUG = "llama3 debugmodel and training.local_batch_size"
+WHOLE = '"1F1B", "GPipe", "Interleaved1F1B" and "LoopedBFS", which do not split the backward pass, with'
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "message"),
+    [
+        (
+            "llama3.llama3_debugmodel",
+            f"{TP}=3 monarch.procs_per_host=3 training.seq_len=528",
+            "parallelism.tensor_parallel_degree must divide the 16 attention heads of the model, got 3.",
+        ),
+        (
+            "llama3.llama3_debugmodel",
+            "training.seq_len=262144",
+            "llama3 debugmodel cannot be trained this way: Training sequence length 262144 exceeds",
+        ),
+        (
+            "qwen3.qwen3_debugmodel",
+            f"{PP}=2",
+            "qwen3 debugmodel cannot be trained this way: Weight tying is not supported with Pipeline Parallel.",
+        ),
+        (
+            "deepseek_v3.deepseek_v3_debugmodel_mtp",
+            f"{PP}=2",
+            "deepseek_v3 debugmodel cannot be trained this way: MTP does not support pipeline parallelism yet.",
+        ),
+        (
+            "llama3.llama3_debugmodel",
+            f"{EP}=2",
+            "parallelism.expert_parallel_degree must be 1 for llama3 debugmodel, which has no experts, got 2.",
+        ),
+        (
+            "deepseek_v3.deepseek_v3_debugmodel",
+            f"{EP}=3 monarch.procs_per_host=3",
+            "parallelism.expert_parallel_degree must divide the 8 experts of the model, got 3.",
+        ),
+        (
+            "deepseek_v3.deepseek_v3_debugmodel",
+            f"{EP}=2 {TP}=2 parallelism.enable_sequence_parallel=false parallelism.spmd_backend=partial_dtensor",
+            "parallelism.enable_sequence_parallel must be true with both tensor_parallel_degree (2) and "
+            'expert_parallel_degree (2) above 1 and spmd_backend "partial_dtensor", which cannot hand experts tokens '
+            "that are not sharded, got false.",
+        ),
+        (
+            "gpt_oss.gpt_oss_debugmodel",
+            f"{CP}=2",
+            "parallelism.context_parallel_degree must be 1 for gpt_oss debugmodel, whose attention TorchTitan cannot "
+            "divide along the sequence, got 2.",
+        ),
+        (
+            "llama3.llama3_debugmodel",
+            f"{CP}=2 training.seq_len=384",
+            "training.seq_len must be divisible by 256 for context_parallel_degree (2) with flex attention, which "
+            "masks by blocks, got 384.",
+        ),
+        (
+            "llama3.llama3_debugmodel",
+            f"{CP}=2 parallelism.context_parallel_load_balancer=tail",
+            'parallelism.context_parallel_load_balancer must be "headtail", "ptrr" or null, got "tail".',
+        ),
+        (
+            "llama3.llama3_debugmodel",
+            f"{PP}=2 {SCHEDULE}=1F1B training.local_batch_size=1",
+            "training.local_batch_size must make at least 2 micro-batches of parallelism.pipeline_parallel_microbatch_"
+            'size (1) for 2 stages with "1F1B", got 1.',
+        ),
+        (
+            "llama3.llama3_debugmodel",
+            f"{PP}=8 monarch.procs_per_host=8",
+            f"{PP} must make at most as many stages as the model has layers (6); with "
+            '"Interleaved1F1B" it makes 16, got 8.',
+        ),
+        (
+            "llama3.llama3_debugmodel",
+            f"{PP}=2 {SCHEDULE}=2F2B",
+            f'{SCHEDULE} must be a schedule that torch knows, got "2F2B".',
+        ),
+        (
+            "llama3.llama3_debugmodel",
+            f"{PP}=2 parallelism.pipeline_parallel_schedule_csv=/not/there",
+            f'{SCHEDULE} "Interleaved1F1B" does not fit pipeline_parallel_degree (2), {DEBUG} (8): '
+            "The specified path /not/there does not exist or is not a file.",
+        ),
+        (
+            "llama3.llama3_debugmodel_ce_loss",
+            f"{PP}=2 {SCHEDULE}=ZBVZeroBubble",
+            f"{SCHEDULE} must be one of {WHOLE} selective activation checkpointing, which forbids a second pass, "
+            'got "ZBVZeroBubble".',
+        ),
+        (
+            "llama3.llama3_debugmodel",
+            f"{PP}=2 {SCHEDULE}=DualPipeV activation_checkpoint=null",
+            f"{SCHEDULE} must be one of {WHOLE} a ChunkedLossWrapper, through which the last norm would get no "
+            'gradient, got "DualPipeV".',
+        ),
+        (
+            "muse_glimmer.muse_glimmer_debugmodel",
+            "parallelism.spmd_backend=partial_dtensor",
+            'parallelism.spmd_backend must be "spmd_types" for muse_glimmer, which knows no other, and torch be 2.14 '
+            'or newer, got "partial_dtensor".',
+        ),
+    ],
+)
+def test_parallelism_that_the_model_cannot_do(resolve, base, overrides, message):
+    with pytest.raises(ConfigError) as error:
+        check(resolve(*TITAN, *overrides.split(), base=base))
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "message"),
+    [
+        (
+            "llama3.llama3_debugmodel",
+            "training.enable_cpu_offload=true",
+            "training.enable_cpu_offload must be false without an accelerator to offload from, got true.",
+        ),
+        (
+            "deepseek_v3.deepseek_v3_debugmodel_hybridep",
+            f"{EP}=2",
+            "torchtitan.config must give a model without HybridEPTokenDispatcher, which needs an accelerator, got "
+            '"deepseek_v3_debugmodel_hybridep".',
+        ),
+        (
+            "llama3.llama3_debugmodel_dist_gemm",
+            f"{TP}=2",
+            "torchtitan.config must give a model without AllGatherFusedFeedForward, which needs an accelerator, got "
+            '"llama3_debugmodel_dist_gemm".',
+        ),
+    ],
+)
+def test_what_needs_an_accelerator(resolve, monkeypatch, base, overrides, message):
+    config = resolve(*TITAN, *overrides.split(), base=base)
+    monkeypatch.setattr(upstream, "accelerator", lambda: "cuda")
+    check(config)
+    monkeypatch.setattr(upstream, "accelerator", lambda: None)
+    with pytest.raises(ConfigError) as error:
+        check_here(config)
+    assert str(error.value) == message
 
 
 def test_tokenizer_files_are_needed_by_a_tokenizer_that_reads_them(tmp_path):

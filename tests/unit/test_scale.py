@@ -473,15 +473,6 @@ def test_degrees_that_do_not_fit(base, ranks, options, message):
     assert str(refused.value) == message
 
 
-def test_all_that_is_wrong_is_said_at_once():
-    with pytest.raises(ConfigError) as refused:
-        measure(configure(MOE, ranks=9, **degrees(tp=3, ep=3), training__seq_len=1536))
-    assert [line.split()[0] for line in str(refused.value).splitlines()] == [
-        "parallelism.tensor_parallel_degree",
-        "parallelism.expert_parallel_degree",
-    ]
-
-
 def test_degrees_are_checked_against_the_ranks_first():
     with pytest.raises(ConfigError, match=r"tensor_parallel_degree \(3\) must divide the ranks of one replica"):
         measure(configure(**degrees(tp=3)))
@@ -494,7 +485,7 @@ def test_fewer_key_heads_than_attention_heads_are_a_rule_of_their_own():
 
 
 def test_what_only_torchtitan_knows_is_a_users_mistake_too():
-    with pytest.raises(ConfigError, match=r"TorchTitan refuses this model on these ranks: .*maximum"):
+    with pytest.raises(ConfigError, match=r"llama3 debugmodel cannot be trained this way: .*maximum"):
         measure(configure(training__seq_len=10**6))
     assert not dist.is_initialized()
 
@@ -555,15 +546,12 @@ def test_what_a_person_sees():
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(render(dataclasses.replace(scale, gpu="MI300X")))
     lines = console.export_text().splitlines()
-    assert (
-        lines[0]
-        == scale.layout
-        == (
-            "24 ranks = 3 replicas x 1 hosts x 8; mesh pp 2 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1; "
-            "experts: ep 2 x efsdp 2"
-        )
-    )
-    assert lines[1] == "33.01M parameters, 28.10M of them active"
+    assert lines[:2] == [
+        "24 ranks = 3 replicas x 1 hosts x 8",
+        "mesh pp 2 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1; experts: ep 2 x efsdp 2",
+    ]
+    assert scale.layout == "; ".join(lines[:2])
+    assert lines[2] == "33.01M parameters, 28.10M of them active"
     worst, lightest = scale.worst, scale.lightest
     header = next(line for line in lines if "memory of a rank" in line)
     assert f"rank {worst.rank}" in header and f"rank {lightest.rank}" in header and worst is not lightest

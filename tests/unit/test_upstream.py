@@ -1,10 +1,12 @@
 """Contracts with the libraries underneath. A failure here mostly means that a workaround can be deleted."""
 
 import importlib
+import inspect
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,9 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
 from torch.nn.attention.flex_attention import flex_attention
 from torchft.coordination import LighthouseServer, ManagerClient, ManagerServer
 from torchtitan.components.optimizer.utils import init_optim_state
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.tools.utils import get_device_info
 
 from monarch_titan import upstream
@@ -87,7 +93,103 @@ def test_gloo_rejects_pre_multiplied_sums():
     pytest.fail("gloo takes PREMUL_SUM now: use_sum_reductions() in training/cpu.py can be deleted.")
 
 
+def in_two_ranks(run):
+    """What ``run(gloo group, rank)`` returns or raises on each of two ranks, which are threads here."""
+    store = dist.HashStore()
+
+    def rank(number):
+        try:
+            return run(dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=10)), number)
+        except RuntimeError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(rank, range(2)))
+
+
+def test_gloo_exchanges_no_parts_of_unequal_size():
+    def exchange(group, rank):
+        sent = [torch.full((rank + 1,), float(rank)) for _ in range(2)]
+        group.alltoall([torch.empty(1), torch.empty(2)], sent, dist.AllToAllOptions()).wait()
+
+    assert all(isinstance(error, RuntimeError) for error in in_two_ranks(exchange)), (
+        "gloo's alltoall takes parts of any size now: upstream._all_to_all can be deleted."
+    )
+
+
+def test_all_to_all_exchanges_parts_of_unequal_size(monkeypatch):
+    def single(output, given, output_sizes, sizes, group):
+        group.alltoall_base(output, given, output_sizes, sizes).wait()
+
+    def exchange(group, rank):
+        sent = [torch.full((rank + 1, peer + 1), 10.0 * rank + peer) for peer in range(2)]
+        received = [torch.empty(peer + 1, rank + 1) for peer in range(2)]
+        upstream._all_to_all(received, sent, group=group)
+        return received
+
+    monkeypatch.setattr(dist, "all_to_all_single", single)
+    for rank, received in enumerate(in_two_ranks(exchange)):
+        for peer, part in enumerate(received):
+            assert torch.equal(part, torch.full((peer + 1, rank + 1), 10.0 * peer + rank))
+
+
+class TwoMicrobatches(PipelineScheduleSingle):
+    """A schedule that only notes what it is to run."""
+
+    def _step_microbatches(self, *given, **options):
+        self.given = (*given, options)
+
+
+def schedule():
+    stage = SimpleNamespace(num_stages=2, is_last=False, has_backward=True, clear_runtime_states=lambda: None)
+    return TwoMicrobatches(stage, 2, loss_fn=lambda: None)
+
+
+def test_schedules_take_microbatches_since_2_14():
+    takes = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters
+    assert takes == (TORCH.release >= (2, 14)), (
+        "torch's pipeline schedules take microbatches or not against expectation: correct the version in the docstring "
+        "of take_microbatches(), or delete it where no supported torch lacks them."
+    )
+
+
+@pytest.mark.parametrize("method", ["step", "eval"])
+def test_schedule_runs_the_microbatches_that_it_is_given(method):
+    given = schedule()
+    upstream.take_microbatches(given)
+    args, kwargs, targets, losses = [("a",), ("b",)], [{"k": 1}, {"k": 2}], ["s", "t"], []
+    for _ in range(2):  # a second step is like the first
+        getattr(given, method)(arg_mbs=args, kwarg_mbs=kwargs, target_mbs=targets, losses=losses)
+        assert given.given[:4] == (args, kwargs, targets, losses)
+    getattr(given, method)(arg_mbs=None, kwarg_mbs=kwargs, target_mbs=None, losses=None)  # a stage in the middle
+    assert given.given[1:4] == (kwargs, None, None)
+    assert given.given[0] in (None, [(), ()])
+
+
+def test_context_parallel_masks_come_in_blocks():
+    mesh = SimpleNamespace(size=lambda: 2)
+    for length, fits in ((2 * upstream.CONTEXT_PARALLEL_BLOCK, True), (3 * upstream.CONTEXT_PARALLEL_BLOCK, False)):
+        try:
+            _create_cp_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, length, length, mesh)
+        except NotImplementedError:
+            assert not fits, "context parallelism knows larger blocks: correct upstream.CONTEXT_PARALLEL_BLOCK."
+        except AttributeError:  # where the mesh would be asked for its rank, after the check
+            assert fits, "context parallelism divides any sequence now: upstream.CONTEXT_PARALLEL_BLOCK can go."
+
+
 # TorchTitan
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+                                      "ZBVZeroBubble", "DualPipeV"])  # fmt: skip
+def test_pipelines_of_all_schedules_can_be_checked_on_paper(schedule):
+    config = llama3_debugmodel()
+    config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree = schedule, 2
+    upstream.check_pipeline(config, ParallelDims.from_config(config.parallelism, 2))
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    config.parallelism.pipeline_parallel_degree = 4
+    with pytest.raises(ValueError, match="cannot be greater than effective layers"):
+        upstream.check_pipeline(config, ParallelDims.from_config(config.parallelism, 4))
 
 
 @no_accelerator
