@@ -104,7 +104,23 @@ def build(given: Given) -> MonarchTrainer.Config:
         choose_classes(config, content)
     if "converters" in chosen.value:
         check_converters(chosen.value["converters"])
-    return lay(config, _without_mode(given))
+    return _with_ranks(lay(config, _without_mode(given)), given)
+
+
+def _with_ranks(config: MonarchTrainer.Config, given: Given) -> MonarchTrainer.Config:
+    """As many ranks as the degrees of parallelism need, where nobody says how many there are: torchrun did before."""
+    section = given.value.get("monarch")
+    if (section is not None and "procs_per_host" in section.value) or config.monarch.ranks_per_replica > 1:
+        return config
+    degrees = config.parallelism
+    shard, ranks = degrees.data_parallel_shard_degree, 1
+    for name in ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel"):
+        ranks *= getattr(degrees, f"{name}_degree")
+    ranks = max(ranks, 1) * max(shard, 1)
+    if shard == -1:  # the experts' ranks are those of the others, so there must be enough
+        ranks *= max(1, degrees.expert_parallel_degree // ranks)
+    config.monarch = dataclasses.replace(config.monarch, procs_per_host=ranks)
+    return config
 
 
 def _without_mode(given: Given) -> Given:

@@ -103,7 +103,8 @@ class Monarch:
     """Hosts that one replica spans."""
 
     procs_per_host: int = 1
-    """Trainer processes a host, one an accelerator."""
+    """Trainer processes a host, one an accelerator. A file that does not say gets as many as its degrees of parallelism
+    need, one without any."""
 
     fork_server: bool | None = None
     """Fork trainers from one preloaded process instead of starting each from nothing: seconds instead of tens of

@@ -119,6 +119,23 @@ def test_plain_torchtitan_stays_plain_where_nobody_speaks_of_replicas(write, mor
 
 
 @pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        ([], 1),
+        (["parallelism.tensor_parallel_degree=8"], 8),
+        (["parallelism.tensor_parallel_degree=2", "parallelism.data_parallel_shard_degree=4"], 8),
+        (["parallelism.expert_parallel_degree=4", "training.disable_cuda_graphs=true"], 4),
+        (["parallelism.tensor_parallel_degree=2", "monarch.procs_per_host=4"], 4),
+        (["parallelism.tensor_parallel_degree=2", "monarch.procs_per_host=1"], 1),
+        (["parallelism.tensor_parallel_degree=0"], 1),
+    ],
+)
+def test_as_many_ranks_as_the_degrees_need_unless_it_is_said(write, overrides, ranks):
+    file = write('[torchtitan]\nmodule = "deepseek_v3"\nconfig = "deepseek_v3_debugmodel"\n')
+    assert load(file, *overrides).monarch.ranks_per_replica == ranks
+
+
+@pytest.mark.parametrize(
     ("table", "message"),
     [
         ('flavor = "8BB"', "torchtitan.flavor: llama3 has no '8BB'; did you mean 8B?"),
