@@ -77,8 +77,9 @@ class Scale:
         axes = dict(self.degrees)
         experts = f"ep {axes.pop('ep')} x efsdp {axes.pop('efsdp')}"
         mesh = " x ".join(f"{name} {degree}" for name, degree in axes.items())
-        line = f"{self.num_replicas * replica:,} ranks = {self.num_replicas} replicas x {self.hosts_per_replica} hosts"
-        line = f"{line} x {self.procs_per_host}; mesh {mesh}"
+        replicas, hosts = _plural(self.num_replicas, "replica"), _plural(self.hosts_per_replica, "host")
+        ranks = _plural(self.num_replicas * replica, "rank")
+        line = f"{ranks} = {replicas} x {hosts} x {self.procs_per_host}; mesh {mesh}"
         return f"{line}; experts: {experts}" if self.active != self.parameters else line
 
     def shortage(self) -> str | None:
@@ -245,6 +246,10 @@ def render(scale: Scale) -> RenderableType:
     elif scale.gpu is not None:
         lines.append(Text(f"fits in {scale.gpu} ({_gib(capacity(scale.gpu))})"))
     return Group(*lines)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _gib(size: int) -> str:

@@ -547,7 +547,7 @@ def test_what_a_person_sees():
     console.print(render(dataclasses.replace(scale, gpu="MI300X")))
     lines = console.export_text().splitlines()
     assert lines[:2] == [
-        "24 ranks = 3 replicas x 1 hosts x 8",
+        "24 ranks = 3 replicas x 1 host x 8",
         "mesh pp 2 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1; experts: ep 2 x efsdp 2",
     ]
     assert scale.layout == "; ".join(lines[:2])
