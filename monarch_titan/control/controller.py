@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from monarch_titan.control.events import (
     Event,
@@ -73,7 +73,8 @@ class Controller:
         self._changes = Changes()
         self._end = Finish(self._members, self._changes)
         self._ledger = DataLedger(ranks_per_replica)
-        self._states: dict[tuple[int, int], tuple[int, str, str]] = {}
+        # (outer step, rank) -> replica -> hashes, of replicas that live.
+        self._states: dict[tuple[int, int], dict[int, tuple[str, str]]] = {}
         self._lighthouse_attempt = 0
         self._released = False
         self._fatal: str | None = None
@@ -147,7 +148,7 @@ class Controller:
             attempt=member.attempt,
             action=action,
             # A checkpoint knows the position that belongs to it.
-            positions=self._ledger.positions(member.replica_id) if self._heals() else {},
+            positions=self._positions(member),
             lighthouse_attempt=self._lighthouse_attempt,
         )
         replica = None
@@ -168,6 +169,11 @@ class Controller:
             if replica is not None:
                 await _to_its_end(replica.stop())
 
+    def _positions(self, member: Member) -> dict[int, Any]:
+        """Rank -> data position that belongs to the state which a peer will give."""
+        outer_steps = [peer.outer_step for peer in self._members if peer.has_state]
+        return self._ledger.positions(member.replica_id, max(outer_steps)) if outer_steps else {}
+
     def _heals(self) -> bool:
         """Whether a replica that is launched now can take the state of a peer."""
         return any(member.has_state for member in self._members)
@@ -177,6 +183,9 @@ class Controller:
         attempt, cause = member.attempt, failure.cause or "its process died"
         member.failures += 1
         member.end_attempt()
+        # Its last outer step may have committed nowhere else: peers take that one anew.
+        for states in self._states.values():
+            states.pop(member.replica_id, None)
         alone = not self._heals() and not self._restart_alone
         action = Action.GIVE_UP if alone else self._policy.next(member.failures)
         self._log(
@@ -217,14 +226,15 @@ class Controller:
 
     def _compare(self, state: ReplicaState) -> None:
         """Fail the run when two replicas have committed different global parameters in the same outer step."""
-        found = (state.replica, state.global_parameters, state.outer_optimizer)
-        first = self._states.setdefault((state.outer_step, state.rank), found)
-        # One that restarts from its checkpoint takes outer steps again, on other data.
-        if first[0] != state.replica and first[1:] != found[1:]:
+        found = (state.global_parameters, state.outer_optimizer)
+        states = self._states.setdefault((state.outer_step, state.rank), {})
+        different = [replica for replica, other in states.items() if replica != state.replica and other != found]
+        if different:
             self._fail_with(
-                f"replicas {first[0]} and {state.replica} differ after outer step {state.outer_step}, "
+                f"replicas {different[0]} and {state.replica} differ after outer step {state.outer_step}, "
                 f"on rank {state.rank}"
             )
+        states[state.replica] = found
         # Two outer steps are enough to compare; a month of them would fill the memory.
         self._states = {key: value for key, value in self._states.items() if key[0] > state.outer_step - 2}
 

@@ -237,6 +237,9 @@ class QuorumRequested(Report):
 class QuorumFormed(Report):
     """This rank has its quorum."""
 
+    outer_step: int | None = None
+    """The last one of the state that it has to give, its own or one that it has just taken; None without a state."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterStepCommitted(Report):

@@ -67,11 +67,15 @@ class Member:
     step: int = 0
     has_state: bool = True
     """Whether a peer can heal from it: true from the start and again once it has caught up."""
+    outer_step: int = 0
+    """The newest one that its state is known to hold."""
     lost: bool = False
     attending: bool = False
     """Whether it was sent into a quorum, held as it is, and is not back."""
     asking: set[int] = field(default_factory=set)
     """Ranks that wait for a quorum."""
+    with_state: set[int] = field(default_factory=set)
+    """Ranks that came out of a quorum with a state to give."""
     finished: dict[int, TrainerFinished] = field(default_factory=dict)
     """Ranks that have trained all steps and are held."""
 
@@ -91,18 +95,26 @@ class Member:
             case QuorumRequested():
                 self.asking.add(report.rank)
             case QuorumFormed():
-                # No proof of a state to give: two replicas that need one can form a quorum, and ask again.
                 self.asking.discard(report.rank)
+                # Two replicas that need a state can form a quorum, and ask again.
+                if report.outer_step is not None:
+                    self.with_state.add(report.rank)
+                    self.outer_step = max(self.outer_step, report.outer_step)
+                self.has_state = self.has_state or len(self.with_state) == self.ranks
             case OuterStepCommitted():
                 self.has_state = True
+                self.outer_step = max(self.outer_step, report.outer_step)
             case TrainerFinished():
                 self.has_state = True
+                self.outer_step = max(self.outer_step, report.outer_step)
                 self.finished[report.rank] = report
 
     def end_attempt(self) -> None:
         """Forget the attempt that has just failed; what it still reports is of the past from now on."""
         self.attempt += 1
         self.has_state = False
+        self.outer_step = 0
+        self.with_state.clear()
         self.asking.clear()
         self.finished.clear()
 

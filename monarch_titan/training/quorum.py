@@ -128,7 +128,8 @@ class ReplicaManager(torchft.Manager):
             # Our peers count on us in their next collective: fail now rather than let them wait.
             raise RuntimeError(f"could not take the state of a peer: {_last_line(self.errored())}")
         if not self.held:
-            self.context.report(QuorumFormed(**ids))
+            has_state = self.healed or not self.needs_state
+            self.context.report(QuorumFormed(**ids, outer_step=self.current_step() if has_state else None))
         if self.context.rank == 0:
             self.context.report(
                 Quorum(

@@ -1,0 +1,190 @@
+"""What replicas do together: the quorums that a lighthouse forms, and the outer steps that they take in them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tests.simulation.clock import now
+
+if TYPE_CHECKING:
+    from tests.simulation.replica import SimulatedReplica
+
+HEARTBEAT = 5.0
+JOIN = 60.0
+"""TorchFT's heartbeat_timeout_ms and join_timeout_ms, in seconds."""
+
+REDUCE, BROKEN, TIMEOUT = 0.1, 0.1, 30.0
+"""Seconds of an all-reduce, of one in which somebody dies, and of one for which somebody never comes."""
+
+LIGHTHOUSE_SECONDS, FIRST_HEARTBEATS = 0.5, 0.5
+
+
+@dataclass(frozen=True)
+class Window:
+    """Samples ``first`` to ``end - 1`` of a replica's shard."""
+
+    replica: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class State:
+    """Global parameters, as the windows that made them."""
+
+    outer_step: int = 0
+    windows: tuple[Window, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        return f"{hash(self):x}"
+
+
+class Quorum:
+    """Replicas that take an outer step together, or heal."""
+
+    def __init__(self, members: list[SimulatedReplica], *, torn: bool) -> None:
+        self.members, self._torn = members, torn
+        self.newest = max((m.state.outer_step for m in members if m.state is not None), default=-1)
+        self.sources = [m for m in members if m.state is not None and m.state.outer_step == self.newest]
+        self._base = self.sources[0].state if self.sources else State()
+        self._windows: dict[SimulatedReplica, Window | None] = {}
+        self._winners: list[SimulatedReplica] = []
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._breaking = False
+
+        self.torn_apart = len({member.state for member in self.sources}) > 1
+        """Whether members hold different states of the same outer step, which nothing would ever join again."""
+
+    @property
+    def unheard(self) -> set[Window]:
+        """Windows that the outer step has taken while whoever gave them does not know."""
+        given = {window for member, window in self._windows.items() if window and member not in self._winners}
+        return given if self._winners else set()
+
+    def is_behind(self, member: SimulatedReplica) -> bool:
+        return bool(self.sources) and (member.state is None or member.state.outer_step < self.newest)
+
+    def source_for(self, member: SimulatedReplica) -> SimulatedReplica:
+        return self.sources[self.members.index(member) % len(self.sources)]
+
+    async def reduce(self, member: SimulatedReplica, window: Window | None) -> State | None:
+        """Take an outer step, giving a window to it or nothing; the new state, None when this member has not got it."""
+        self._windows[member] = window
+        if any(peer.dead or peer.held for peer in self.members):
+            self.lose_member()
+        elif self._complete:
+            asyncio.get_running_loop().call_later(REDUCE, self._succeed)
+        await asyncio.shield(self._ended)
+        if member not in self._winners:
+            return None
+        given = [window for peer in self.members if (window := self._windows.get(peer)) is not None]
+        return State(self.newest + 1, (*self._base.windows, *given))
+
+    @property
+    def _complete(self) -> bool:
+        return len(self._windows) == len(self.members)
+
+    def _succeed(self) -> None:
+        if not self._breaking:
+            self._winners = list(self.members)
+            self._end()
+
+    def lose_member(self) -> None:
+        """Somebody whom the others count on is dead, or held and does not come."""
+        if self._breaking or self._ended.done():
+            return
+        self._breaking = True
+        alive = [member for member in self.members if not member.dead]
+        self._winners = alive[:1] if self._torn and self._complete else []
+        wait = BROKEN if len(alive) < len(self.members) else TIMEOUT
+        asyncio.get_running_loop().call_later(wait, self._end)
+
+    def _end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+class SimulatedLighthouse:
+    """A quorum server, until it dies."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        self.stopped = False
+        self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def dead(self) -> bool:
+        return self.stopped or self._died.done()
+
+    def die(self) -> None:
+        if not self.dead:
+            self._died.set_result("killed")
+
+    async def run(self) -> str:
+        return await self._died
+
+    async def stop(self) -> None:
+        await asyncio.sleep(LIGHTHOUSE_SECONDS)
+        self.stopped = True
+
+
+class Quorums:
+    """Forms quorums as TorchFT's lighthouse does, out of who asks and whose heart beats."""
+
+    def __init__(self, min_replicas: int, *, torn: bool) -> None:
+        self._min_replicas, self._torn = min_replicas, torn
+        self._asking: dict[SimulatedReplica, tuple[float, asyncio.Future[Quorum]]] = {}
+        self._beating: list[SimulatedReplica] = []
+        self._previous: list[SimulatedReplica] | None = None
+        self.lighthouse: SimulatedLighthouse | None = None
+        self.formed: list[Quorum] = []
+
+    async def start(self, attempt: int) -> SimulatedLighthouse:
+        await asyncio.sleep(LIGHTHOUSE_SECONDS)
+        self.lighthouse, self._previous = SimulatedLighthouse(attempt), None
+        self._look_in(FIRST_HEARTBEATS)
+        return self.lighthouse
+
+    def beat(self, replica: SimulatedReplica) -> None:
+        """From now on this replica is known to live."""
+        self._beating.append(replica)
+
+    async def ask(self, replica: SimulatedReplica) -> Quorum:
+        """The next quorum with this replica."""
+        formed: asyncio.Future[Quorum] = asyncio.get_running_loop().create_future()
+        self._asking[replica] = now(), formed
+        self._look_in(0.0)
+        self._look_in(JOIN)
+        return await formed
+
+    def lose(self, replica: SimulatedReplica) -> None:
+        """A replica has died, which the lighthouse finds out by its silence."""
+        self._look_in(HEARTBEAT)
+
+    def look(self) -> None:
+        """Form a quorum if one is due."""
+        if self.lighthouse is None or self.lighthouse.dead:
+            return
+        self._beating = [r for r in self._beating if r.died_at is None or now() < r.died_at + HEARTBEAT]
+        self._asking = {r: asked for r, asked in self._asking.items() if r in self._beating}
+        ready = [r for r in self._asking if r.lighthouse_attempt == self.lighthouse.attempt]
+        if len(ready) < self._min_replicas:
+            return
+        if self._previous is None or not set(self._previous) <= set(ready):
+            waited = now() - min(self._asking[replica][0] for replica in ready)
+            if 2 * len(ready) <= len(self._beating) or (len(ready) < len(self._beating) and waited < JOIN):
+                return
+        ready.sort(key=lambda replica: replica.launch.replica)
+        self._previous, quorum = ready, Quorum(ready, torn=self._torn)
+        self.formed.append(quorum)
+        for replica in ready:
+            _, formed = self._asking.pop(replica)
+            if not formed.done():
+                formed.set_result(quorum)
+
+    def _look_in(self, seconds: float) -> None:
+        # A little later than the limit, lest rounding has it come a little earlier.
+        asyncio.get_running_loop().call_later(seconds + 1e-3, self.look)
