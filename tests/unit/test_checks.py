@@ -189,6 +189,7 @@ TITAN = ("dataloader.dataset=local_text", "hf_assets_path=byte_tokenizer", "trai
          "monarch.procs_per_host=4", "training.seq_len=512", "training.steps=20")  # fmt: skip
 TP, PP, CP, EP = (f"parallelism.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context", "expert"))
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
+BALANCER = "parallelism.context_parallel_load_balancer"
 
 
 @pytest.mark.parametrize("dtensor", [True, False])
@@ -198,7 +199,7 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
         ("llama3.llama3_debugmodel", f"{TP}=4"),
         ("llama3.llama3_debugmodel", f"{TP}=2 parallelism.enable_sequence_parallel=false {CP}=2"),
         ("llama3.llama3_debugmodel", f"{CP}=4"),
-        ("llama3.llama3_debugmodel", f"{CP}=2 parallelism.context_parallel_load_balancer=null"),
+        ("llama3.llama3_debugmodel", f"{CP}=2 {BALANCER}=null"),
         ("llama3.llama3_debugmodel", f"{PP}=2 {TP}=2"),
         ("llama3.llama3_debugmodel", f"{PP}=4 {SCHEDULE}=1F1B training.local_batch_size=4"),
         ("llama3.llama3_debugmodel_varlen_attn", f"{PP}=2 {TP}=2"),
@@ -209,6 +210,10 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
         ("qwen3.qwen3_moe_debug", f"{EP}=4 {TP}=2"),
         ("gpt_oss.gpt_oss_debugmodel", f"{EP}=2 {TP}=2"),
         ("gpt_oss.gpt_oss_debugmodel_flex", f"{CP}=2"),
+        (
+            "gpt_oss.gpt_oss_debugmodel_flex",
+            f"{CP}=2 {BALANCER}=ptrr parallelism.context_parallel_ptrr_mask_key=basic_mask",
+        ),
     ],
 )
 def test_parallelism_that_fits_the_model(resolve, monkeypatch, base, overrides, dtensor):
@@ -279,8 +284,14 @@ WHOLE = '"1F1B", "GPipe", "Interleaved1F1B" and "LoopedBFS", which do not split 
         ),
         (
             "llama3.llama3_debugmodel",
-            f"{CP}=2 parallelism.context_parallel_load_balancer=tail",
+            f"{CP}=2 {BALANCER}=tail",
             'parallelism.context_parallel_load_balancer must be "headtail", "ptrr" or null, got "tail".',
+        ),
+        (
+            "gpt_oss.gpt_oss_debugmodel_flex",
+            f"{CP}=2 {BALANCER}=ptrr",
+            "parallelism.context_parallel_ptrr_mask_key must be one of basic_mask, sliding_window_mask for gpt_oss "
+            'with context_parallel_load_balancer "ptrr", got null.',
         ),
         (
             "llama3.llama3_debugmodel",
