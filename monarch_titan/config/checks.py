@@ -130,7 +130,13 @@ def _check_fault_tolerance(config: MonarchTrainer.Config) -> None:
 
 def _check_training(config: MonarchTrainer.Config) -> None:
     at_least(1, config.training, "training", "steps", "seq_len", "local_batch_size", "gc_freq")
+    positive(config.training, "training", "max_norm")
     at_least(1, config.metrics, "metrics", "log_freq")
+    schedule, path = config.lr_scheduler, "lr_scheduler"
+    at_least(0, schedule, path, "warmup_steps")
+    for name in ("decay_ratio", "min_lr_factor"):
+        value = getattr(schedule, name)
+        require(value is None or 0 <= value <= 1, f"{path}.{name}", "be between 0 and 1", value)
     positive(config.comm, "comm", "init_timeout_seconds", "train_timeout_seconds")
     real = config.comm.mode in ("default", "torchcomms")
     require(real, "comm.mode", "be a real backend, which replicas can be joined with", config.comm.mode)

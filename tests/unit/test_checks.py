@@ -61,6 +61,10 @@ RANKS = "the ranks of one replica, which are monarch.hosts_per_replica (1) * mon
     ("overrides", "message"),
     [
         ("monarch.num_replicas=0", "monarch.num_replicas must be at least 1, got 0."),
+        ("training.max_norm=nan", "training.max_norm must be greater than 0, got NaN."),
+        ("lr_scheduler.warmup_steps=-1", "lr_scheduler.warmup_steps must be at least 0, got -1."),
+        ("lr_scheduler.decay_ratio=inf", "lr_scheduler.decay_ratio must be between 0 and 1, got Infinity."),
+        ("lr_scheduler.min_lr_factor=1.5", "lr_scheduler.min_lr_factor must be between 0 and 1, got 1.5."),
         ("monarch.min_replicas=0", "monarch.min_replicas must be between 1 and monarch.num_replicas (3), got 0."),
         ("monarch.min_replicas=4", "monarch.min_replicas must be between 1 and monarch.num_replicas (3), got 4."),
         ("monarch.procs_per_host=0", "monarch.procs_per_host must be at least 1, got 0."),

@@ -236,6 +236,7 @@ def test_recipes_are_listed_shown_and_copied(tmp_path, capsys):
     [
         (["train", "llama3_debg"], 'there is no recipe "llama3_debg"; did you mean llama3_debug'),
         (["train", "llama3_debug", "replicas=9"], "replicas must be one of "),
+        (["train", "llama3_debug", "clustr=slurm"], 'command line: there is no group "clustr"; did you mean cluster?'),
         (["recipes", "show", "llama3_debug", "training.steps=1"], "'training.steps=1' must be group=option; other"),
         (["validate", "llama3_debug", "training.step=1"], "command line: unknown option training.step; did you mean"),
         (["validate", "no/such.toml"], "no/such.toml: cannot read this file: No such file or directory."),
