@@ -213,12 +213,10 @@ class _Run:
         return set(range(self._config.monarch.num_replicas)) - set(self._checkpoint.replicas)
 
     def _load_step(self, launch: Launch) -> int | None:
-        """The step that a launch loads: a replica that has peers loads once, and heals from them later on."""
+        """The step that a replica goes on from. One that is relaunched heals from its peers, if it has any."""
         if launch.attempt and self._config.monarch.num_replicas == 1:
             self._checkpoint = checkpoint_to_resume(self._config, self._folder)
-        elif launch.attempt or launch.replica in self._without_part():
-            return None
-        return self._checkpoint.step or None
+        return None if launch.replica in self._without_part() else self._checkpoint.step or None
 
     async def _launch(self, launch: Launch) -> Any:
         from monarch_titan.actors.processes import ReplicaProcesses

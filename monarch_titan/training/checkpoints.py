@@ -52,28 +52,46 @@ class ReplicaCheckpoints(CheckpointManager):
     class Config(CheckpointManager.Config):
         """TorchTitan's options."""
 
-    context: ReplicaContext | None = None
-    _trainer: MonarchTrainer | None = None
+    trainer: MonarchTrainer
+    """Set by the trainer, which has a context, once it is built."""
     _random: bytes | None = None
 
-    def join(self, trainer: MonarchTrainer) -> None:
+    def join(self) -> None:
         """Load what only a member of the quorum has, after TorchTitan's own; have it saved from now on."""
-        if not self.enable or (context := self.context) is None:
+        if not self.enable:
             return
-        self._trainer = trainer
-        part = _Part(trainer)
-        if context.load_step:
-            folder = step_folder(Path(self.folder), context.load_step)
-            seal = read_seal(folder, 0)
-            part.expect(seal)
-            with torch.no_grad():
-                dcp.load({REPLICA: part}, checkpoint_id=str(folder))
-            self._random = part.random
-            if trainer.membership is not None and DATALOADER not in self.exclude_from_loading:
-                # A replica that dies before its next outer step goes on from here.
-                position = trainer.dataloader.state_dict()
-                context.report(OuterStepCommitted(**context.ids(), outer_step=seal.outer_step, data=position))
+        part = _Part(self.trainer)
+        if self._context.load_step:
+            self._load_from(step_folder(Path(self.folder), self._context.load_step), part)
         self.states[REPLICA] = part
+
+    def _load_from(self, folder: Path, part: _Part) -> None:
+        trainer, context = self.trainer, self._context
+        reads_on = DATALOADER not in self.exclude_from_loading
+        if self._heals:
+            # Its peers have all but its place in the data, which it may have had no time to report.
+            if reads_on and context.data is None:
+                dcp.load({DATALOADER: trainer.dataloader}, checkpoint_id=str(folder))
+            return
+        seal = read_seal(folder, 0)
+        part.expect(seal)
+        with torch.no_grad():
+            dcp.load({REPLICA: part}, checkpoint_id=str(folder))
+        self._random = part.random
+        if trainer.membership is not None and reads_on:
+            # A replica that dies before its next outer step goes on from here.
+            position = trainer.dataloader.state_dict()
+            context.report(OuterStepCommitted(**context.ids(), outer_step=seal.outer_step, data=position))
+
+    @property
+    def _context(self) -> ReplicaContext:
+        assert self.trainer.context is not None
+        return self.trainer.context
+
+    @property
+    def _heals(self) -> bool:
+        """Whether a peer's state will replace our own."""
+        return self.trainer.manager is not None and self.trainer.manager.needs_state
 
     def undrawn(self, data: Iterable[Any]) -> Iterable[Any]:
         """``data``, whose iterator sets the random number generators to those of the checkpoint once it is made."""
@@ -81,7 +99,7 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def _restore_random(self) -> None:
         if self._random is not None:
-            _set_random(self._random)
+            set_random_state(self._random)
             self._random = None
 
     def _find_load_step(self, folder: str = "") -> int:
@@ -89,11 +107,10 @@ class ReplicaCheckpoints(CheckpointManager):
         return -1
 
     def _load(self, step: int = -1) -> bool:
-        assert self.context is not None
-        return not self.context.lacks_part and super()._load(self.context.load_step or -1)
+        return not self._heals and super()._load(self._context.load_step or -1)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        membership = self._trainer.membership if self._trainer is not None else None
+        membership = self.trainer.membership
         first = curr_step == 1 and self.enable_first_step_checkpoint
         if membership is None or last_step or first:
             return super()._should_save(curr_step, last_step)
@@ -101,8 +118,8 @@ class ReplicaCheckpoints(CheckpointManager):
         return self.enable and not self.load_only and membership.committed and passed
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        if self._trainer is None or not self._should_save(curr_step, last_step):
-            return super()._save(curr_step, last_step)
+        if not self._should_save(curr_step, last_step):
+            return False
         folder = step_folder(Path(self.folder), curr_step)
         seal_path(folder, dist.get_rank()).unlink(missing_ok=True)
         seal = self._sealing(folder)
@@ -117,8 +134,7 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def _sealing(self, folder: Path) -> Callable[[], None]:
         """What seals this rank's files once they are written; says what was true when they were saved."""
-        assert self._trainer is not None
-        membership, replicas = self._trainer.membership, self._trainer.config.monarch.num_replicas
+        membership, replicas = self.trainer.membership, self.trainer.config.monarch.num_replicas
         rank, ranks = dist.get_rank(), dist.get_world_size()
         outer_step = membership.manager.current_step() if membership is not None else 0
         state = membership.sync.digest() if membership is not None else ""
@@ -151,7 +167,7 @@ class _Part:
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
         if self._same_ranks:
-            state["random"] = {f"rank_{dist.get_rank()}": _random()}
+            state["random"] = {f"rank_{dist.get_rank()}": random_state()}
         if (membership := self._trainer.membership) is not None:
             state |= {"manager": membership.manager.state_dict(), "sync": membership.sync.state_dict()}
         return state
@@ -176,7 +192,7 @@ class _Undrawn:
         return iterator
 
 
-def _random() -> bytes:
+def random_state() -> bytes:
     """The state of every random number generator of this process."""
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy.random.get_state()}
     if (accelerator := upstream.accelerator()) is not None:
@@ -184,7 +200,8 @@ def _random() -> bytes:
     return pickle.dumps(state)
 
 
-def _set_random(saved: bytes) -> None:
+def set_random_state(saved: bytes) -> None:
+    """Have all of them go on from there."""
     state = pickle.loads(saved)
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])

@@ -65,7 +65,7 @@ class MonarchTrainer(Trainer):
         self._micro_batches = 0
         super().__init__(config)
         if isinstance(self.checkpointer, ReplicaCheckpoints):
-            self.checkpointer.context = context
+            self.checkpointer.trainer = self
         if self.parallel_dims.pp_enabled:
             upstream.take_microbatches(self.pp_schedule)
         if context is not None and self._reports_steps(context.rank):
@@ -112,7 +112,7 @@ class MonarchTrainer(Trainer):
             if self.manager is not None and self.context is not None:
                 self.membership = Membership(self, self.manager, self.context)
             if isinstance(self.checkpointer, ReplicaCheckpoints):
-                self.checkpointer.join(self)
+                self.checkpointer.join()
             if self.membership is not None:
                 try:
                     self.membership.catch_up()

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from monarch_titan.control.checkpoints import newest
-from monarch_titan.control.events import OuterStep, ReplicaState, Resumed, Step
-from tests.integration.harness import TrainingRun
+from monarch_titan.control.events import OuterStep, ReplicaStarted, ReplicaState, Resumed, Step
+from tests.integration.harness import TrainingRun, kill
 
 pytestmark = pytest.mark.integration
+
+FAULTY = Path(__file__).with_name("faulty.toml")
 
 # Outer steps at 5, 10, 15 ...; checkpoints at 10, 20 and 30, and the model at the end.
 CHECKPOINTED = (
@@ -46,7 +48,7 @@ def test_run_killed_as_a_whole_ends_as_if_it_had_not_been(tmp_path: Path) -> Non
 
 
 def test_run_killed_while_saving_resumes_from_what_was_whole(tmp_path: Path) -> None:
-    with TrainingRun(tmp_path, *CHECKPOINTED) as run:
+    with TrainingRun(tmp_path, *CHECKPOINTED, "checkpoint.async_mode=async") as run:
         run.wait_for(OuterStep, lambda event: event.replica == 0 and event.step == 15)
         while not (run.folder / "replica_0" / "checkpoint" / "step-20").exists():
             assert run.process.poll() is None, run.terminal()
@@ -67,6 +69,40 @@ def test_replica_without_a_checkpoint_heals_from_those_that_have_one(tmp_path: P
     with TrainingRun(tmp_path, *CHECKPOINTED) as run:
         run.assert_ended_well(survivors=(0,))
         assert run.events(Resumed)[-1].replicas == [0]
+
+
+def test_checkpoint_goes_on_with_other_replicas_and_ranks(tmp_path: Path) -> None:
+    with TrainingRun(tmp_path, *CHECKPOINTED) as run:
+        run.wait_for(OuterStep, lambda event: event.replica == 0 and event.step == 15)
+        first = _losses(run)[0, 1]
+    (run.folder / "events.jsonl").unlink()
+    others = [*CHECKPOINTED, "monarch.num_replicas=3", "monarch.procs_per_host=1"]
+    with TrainingRun(tmp_path, *others) as run:
+        assert run.finish() == 2
+        assert "was written by 2 replicas of 2 ranks, whose places in the data others cannot take" in run.terminal()
+        assert not run.events()
+    with TrainingRun(tmp_path, *others, "checkpoint.exclude_from_loading=[dataloader]") as run:
+        run.assert_ended_well(survivors=(0, 1))
+        (resumed,) = run.events(Resumed)
+        assert (resumed.step, resumed.replicas) == (10, [0, 1])
+        losses = _losses(run)
+        assert max(losses[0, 11], losses[1, 11]) < first - 2, "it has forgotten what it had learned"
+
+
+def test_replica_that_dies_right_after_a_restart_reads_nothing_twice(tmp_path: Path) -> None:
+    with TrainingRun(tmp_path, *CHECKPOINTED, config=FAULTY) as run:
+        run.wait_for(OuterStep, lambda event: event.replica == 1 and event.step == 15)
+    record = tmp_path / "shard_2"  # of rank 0 of replica 1
+    before = record.read_text().split()
+    (run.folder / "events.jsonl").unlink()
+    with TrainingRun(tmp_path, *CHECKPOINTED, config=FAULTY) as run:
+        kill(*run.wait_for(ReplicaStarted, lambda event: event.replica == 1).pids.values())
+        run.assert_ended_well(survivors=(0,))
+        (resumed,) = run.events(Resumed)
+        assert resumed.step == 10
+    after = record.read_text().split()[len(before) :]
+    assert before[10] in after, "the first sample after the checkpoint comes again"
+    assert not set(before[:10]) & set(after), "samples that the checkpoint has seen were read twice"
 
 
 def _restarted_as(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import random
 
+import numpy
 import pytest
+import torch
 from torchtitan.components.checkpointer import CheckpointManager
 
 from monarch_titan.control.checkpoints import Found, Seal, newest, seal_path
+from monarch_titan.training.checkpoints import random_state, set_random_state
 
 
 @pytest.fixture
@@ -135,3 +139,14 @@ def test_torchtitan_calls_the_hooks_that_are_overridden(hook):
 
 def test_torchtitan_puts_a_step_where_it_is_looked_for(tmp_path):
     assert "step-{step}" in inspect.getsource(CheckpointManager._create_checkpoint_id)
+
+
+def test_random_numbers_go_on_where_they_were():
+    def draw():
+        return torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()
+
+    draw()
+    saved = random_state()
+    drawn = draw()
+    set_random_state(saved)
+    assert draw() == drawn
