@@ -105,6 +105,18 @@ def test_replica_that_dies_right_after_a_restart_reads_nothing_twice(tmp_path: P
     assert not set(before[:10]) & set(after), "samples that the checkpoint has seen were read twice"
 
 
+def test_only_replica_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    with TrainingRun(tmp_path, *CHECKPOINTED, "monarch.num_replicas=1", "monarch.procs_per_host=1") as run:
+        run.wait_for(OuterStep, lambda event: event.step == 15)
+        kill(run.started(0).pids[0])
+        assert run.finish() == 0, run.terminal()
+        steps = [event.step for event in run.events(OuterStep)]
+        back = next(index for index in range(1, len(steps)) if steps[index] <= steps[index - 1])
+        assert steps[back] in (15, 25), "from step 10, or 20 where the kill came late"
+        assert steps[-1] == 35
+        assert run.left_over() == []
+
+
 def _restarted_as(
     folder: Path, step: int, states: dict[tuple[int, int, int], ReplicaState], losses: dict[tuple[int, int], float]
 ) -> list[str]:
