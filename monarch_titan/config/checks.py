@@ -143,6 +143,12 @@ def _check_training(config: MonarchTrainer.Config) -> None:
     seed = config.checkpoint.create_seed_checkpoint
     rule = "be false: a seed checkpoint is made by python -m torchtitan.train in one process"
     require(not seed, "checkpoint.create_seed_checkpoint", rule, seed)
+    kind = type(config.checkpoint).__qualname__
+    ours = not config.checkpoint.enable or kind == "CheckpointManager.Config"
+    require(ours, "checkpoint", "be TorchTitan's CheckpointManager, which replicas can be resumed from", kind)
+    folder = config.checkpoint.folder
+    below = not (os.path.isabs(folder) or "://" in folder or ".." in Path(folder).parts)
+    require(below, "checkpoint.folder", "be a path below the folder of each replica", folder)
 
 
 def _check_assets(config: MonarchTrainer.Config) -> None:

@@ -129,6 +129,14 @@ RANKS = "the ranks of one replica, which are monarch.hosts_per_replica (1) * mon
             "checkpoint.create_seed_checkpoint=true",
             "checkpoint.create_seed_checkpoint must be false: a seed checkpoint",
         ),
+        (
+            "checkpoint.folder=/tmp/checkpoint",
+            'checkpoint.folder must be a path below the folder of each replica, got "/tmp/checkpoint".',
+        ),
+        (
+            "checkpoint.folder=../checkpoint",
+            'checkpoint.folder must be a path below the folder of each replica, got "../checkpoint".',
+        ),
         ("parallelism.tensor_parallel_degree=0", "parallelism.tensor_parallel_degree must be at least 1, got 0."),
         (
             "parallelism.data_parallel_shard_degree=0",
