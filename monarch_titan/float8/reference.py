@@ -71,7 +71,7 @@ def scales_to_bytes(scales: torch.Tensor, format: Format) -> torch.Tensor:
 def bytes_to_scales(raw: torch.Tensor, format: Format) -> torch.Tensor:
     """The inverse of :func:`scales_to_bytes`."""
     if format.scale == "fp32":
-        return raw.contiguous().view(torch.float32).flatten()
+        return raw.clone().view(torch.float32).flatten()  # a copy: raw may start anywhere
     scales = (raw.int() << 23).view(torch.float32)
     return scales.masked_fill(raw == 0xFF, torch.nan).flatten()
 
@@ -125,18 +125,18 @@ def quantize_pack_ef(x: torch.Tensor, residual: torch.Tensor, segments: int, for
 
 
 def pseudograd_pack(
-    globals_: Sequence[torch.Tensor],
-    locals_: Sequence[torch.Tensor],
+    global_params: Sequence[torch.Tensor],
+    local_params: Sequence[torch.Tensor],
     residual: torch.Tensor | None,
     segments: int,
     format: Format,
 ) -> torch.Tensor:
     """One wire buffer of what many parameters moved, global - local; each starts a block of its own (``offsets``)."""
-    numels = [tensor.numel() for tensor in globals_]
-    device = globals_[0].device if globals_ else None
+    numels = [tensor.numel() for tensor in global_params]
+    device = global_params[0].device if global_params else None
     moved = torch.zeros(flat_numel(numels, segments), device=device)
     end = 0
-    for before, after in zip(globals_, locals_, strict=True):
+    for before, after in zip(global_params, local_params, strict=True):
         moved[end : end + before.numel()] = before.flatten().float() - after.flatten().float()
         end += round_up(before.numel(), BLOCK)
     if residual is None:
