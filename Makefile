@@ -44,7 +44,8 @@ bench: $(READY)
 
 venv: $(READY)
 
-$(READY): pyproject.toml
+# Installing builds the CPU library from the kernels.
+$(READY): pyproject.toml setup.py $(wildcard kernels/*.* kernels/*/*.*)
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "monarch_titan needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,156 @@
+"""The torch ops: any input that fits gives the reference's bytes, any other an error that names the argument."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from monarch_titan.float8 import cpu, ops, reference
+from monarch_titan.float8.format import Format, flat_numel, offsets
+from tests.kernels.inputs import LENGTHS, same, spread
+
+E4M3 = Format()
+X = spread(300, seed=1)
+WIRE = reference.quantize_pack(X, 2, E4M3)
+ROWS = reference.quantize_rows(spread(512, seed=2).view(2, 256), E4M3)
+
+VIEWS = {
+    "(2, 3, 4)": spread(24, seed=0).view(2, 3, 4),
+    "scalar": torch.tensor(3.0),
+    "transposed": spread(600, seed=0).view(20, 30).T,
+    "strided": spread(4097, seed=0)[::3],
+    "odd offset": spread(4097, seed=0)[1:],
+    "odd offset of bf16": spread(4097, seed=0, dtype=torch.bfloat16)[3:],
+    "expanded": spread(7, seed=0).view(7, 1).expand(7, 300),
+    "channels last": spread(2 * 3 * 8 * 8, seed=0).view(2, 3, 8, 8).to(memory_format=torch.channels_last),
+    "empty": torch.empty(3, 0, 5),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("segments", [1, 3])
+def test_any_shape_and_strides(name, segments):
+    x = VIEWS[name]
+    wire = ops.quantize_pack(x, segments)
+    same(wire, reference.quantize_pack(x.contiguous(), segments, E4M3))
+    same(ops.unpack(wire, x.numel()), reference.unpack(wire, x.numel(), torch.float32, E4M3))
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    ours, theirs = noise.clone(), noise.clone()
+    same(ops.quantize_pack_ef(x, ours, segments), reference.quantize_pack_ef(x.contiguous(), theirs, segments, E4M3))
+    same(ours, theirs)
+    moved = reference.pseudograd_pack([x.contiguous()], [x.contiguous() * 2], None, segments, E4M3)
+    same(ops.pseudograd_pack([x], [x * 2], None, segments), moved)
+
+
+def test_residual_may_be_strided():
+    ours, theirs = torch.zeros(600)[::2], torch.zeros(300)
+    ops.quantize_pack_ef(X, ours)
+    reference.quantize_pack_ef(X, theirs, 1, E4M3)
+    same(ours.contiguous(), theirs)
+
+
+def test_wires_and_rows_may_lie_anywhere():
+    for shift in (1, 2, 3):
+        moved = torch.empty(WIRE.numel() + shift, dtype=torch.uint8)[shift:].view(WIRE.shape).copy_(WIRE)
+        same(ops.unpack(moved, 300), ops.unpack(WIRE, 300))
+        same(ops.reduce_segments(moved, 150), reference.reduce_segments(WIRE, 150, E4M3))
+        same(ops.reduce_requant(moved), reference.reduce_requant(WIRE, E4M3))
+    wide = torch.stack([ROWS, ROWS], dim=2)
+    same(ops.dequantize_rows(wide[:, :, 1]), ops.dequantize_rows(ROWS))
+    square = spread(256 * 256, seed=4).view(256, 256)
+    same(ops.quantize_rows(square.T), reference.quantize_rows(square.T.contiguous(), E4M3))
+
+
+def test_parameters_are_found_where_offsets_say():
+    before = [spread(numel, seed=numel) for numel in LENGTHS]
+    after = [torch.zeros(numel) for numel in LENGTHS]
+    total = flat_numel(LENGTHS, segments=3)
+    flat = ops.unpack(ops.pseudograd_pack(before, after, None, 3), total)
+    for start, tensor in zip(offsets(LENGTHS), before, strict=True):
+        alone = ops.unpack(ops.quantize_pack(tensor), tensor.numel())
+        same(flat[start : start + tensor.numel()], alone)
+
+
+CALLS = {
+    "quantize_pack": (X, 2, "e5m2", "ue8m0"),
+    "quantize_pack_ef": (X, torch.zeros(300), 3),
+    "pseudograd_pack": ([X, X[:5].bfloat16()], [X * 2, X[:5].bfloat16()], torch.zeros(512), 2),
+    "reduce_segments": (WIRE, 150),
+    "reduce_requant": (WIRE,),
+    "unpack": (WIRE, 300, torch.bfloat16),
+    "quantize_rows": (X[:256].view(2, 128), "e5m2"),
+    "dequantize_rows": (ROWS, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_finds_nothing_wrong(name):
+    """Schema, aliasing, fake tensors and compilation, static and dynamic: torch's own checks."""
+    torch.library.opcheck(getattr(ops, name), CALLS[name])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_shapes_are_known_without_data(name):
+    def to_meta(argument):
+        if isinstance(argument, list):
+            return [tensor.to("meta") for tensor in argument]
+        return argument.to("meta") if isinstance(argument, torch.Tensor) else argument
+
+    real = getattr(torch.ops.monarch_titan, name)(*CALLS[name])
+    meta = getattr(torch.ops.monarch_titan, name)(*map(to_meta, CALLS[name]))
+    assert (meta.shape, meta.dtype, meta.device.type) == (real.shape, real.dtype, "meta")
+
+
+def test_compiles():
+    def there_and_back(x: torch.Tensor) -> torch.Tensor:
+        return ops.unpack(ops.quantize_pack(x * 2, 3), x.numel()) + 1
+
+    compiled = torch.compile(there_and_back, backend="aot_eager", fullgraph=True, dynamic=True)
+    for numel in (4097, 128, 5):
+        same(compiled(spread(numel, seed=1)), there_and_back(spread(numel, seed=1)))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: ops.quantize_pack(X.half()), "x must be float32 or bfloat16, got float16."),
+        (lambda: ops.quantize_pack(X, 0), "segments must be at least 1, got 0."),
+        (lambda: ops.quantize_pack(X, 1, "e3m4"), "element must be one of e4m3, e5m2, got 'e3m4'."),
+        (lambda: ops.quantize_pack(X, 1, "e4m3", "fp64"), "scale must be one of fp32, ue8m0, got 'fp64'."),
+        (lambda: ops.quantize_pack_ef(X, X.double()), "residual must be float32, got float64."),
+        (lambda: ops.quantize_pack_ef(X, X[1:]), "residual must have the shape of x, (300,), got (299,)."),
+        (lambda: ops.pseudograd_pack([X], []), "local_params must be as many as global_params, 1, got 0."),
+        (lambda: ops.pseudograd_pack([X], [X.bfloat16()]), "local_params[0] must be float32, got bfloat16."),
+        (lambda: ops.pseudograd_pack([X, X], [X, X[1:]]), "local_params[1] must have the shape of global_params[1],"),
+        (lambda: ops.pseudograd_pack([X], [X], X), "residual must have the shape (384,), got (300,)."),
+        (lambda: ops.reduce_segments(WIRE, 1000), "wire must have the shape (ranks, 1056) for 1000 elements"),
+        (lambda: ops.reduce_segments(WIRE.int(), 150), "wire must be uint8, got int32."),
+        (lambda: ops.reduce_segments(WIRE, -1), "numel must not be negative, got -1."),
+        (lambda: ops.reduce_requant(WIRE[:, 1:]), "wire must have the shape (ranks, stride), where"),
+        (lambda: ops.unpack(WIRE, 3000), "wire must have the shape (segments, 1584) for 1500 elements a segment"),
+        (lambda: ops.unpack(WIRE[:0], 0), "wire must have the shape (segments, 0)"),
+        (lambda: ops.unpack(WIRE[0], 150), "wire must have the shape (segments, "),
+        (lambda: ops.unpack(WIRE, 300, torch.float16), "dtype must be float32 or bfloat16, got float16."),
+        (lambda: ops.quantize_rows(X.view(3, 100)), "x must have the shape (rows, a multiple of 128), got (3, 100)."),
+        (lambda: ops.dequantize_rows(ROWS[:, 1:]), "rows must have the shape (rows, a multiple of 132), got (2, 263)."),
+    ],
+)
+def test_what_does_not_fit_is_named(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value).startswith(message)
+
+
+def test_which_implementation_runs_is_logged_once(caplog, monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "none.so")
+    ops.implementation.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            wires = [ops.quantize_pack(X, 2) for _ in range(3)]
+    finally:
+        ops.implementation.cache_clear()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(tmp_path) in caplog.text
+    same(wires[0], WIRE)
