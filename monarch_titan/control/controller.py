@@ -230,6 +230,8 @@ class Controller:
 
     def _compare(self, state: ReplicaState) -> None:
         """Fail the run when two replicas have committed different global parameters in the same outer step."""
+        if not self._members[state.replica].has_state:
+            return  # last words of an attempt that is over
         found = (state.global_parameters, state.outer_optimizer)
         states = self._states.setdefault((state.outer_step, state.rank), {})
         different = [replica for replica, other in states.items() if replica != state.replica and other != found]

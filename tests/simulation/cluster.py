@@ -1,23 +1,23 @@
-"""One run of the real controller on simulated replicas."""
+"""Runs of the real controller on simulated replicas."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 from monarch_titan.control.controller import Controller, Launch, RunFailed
 from monarch_titan.control.events import Event, LighthouseStarted, Report
 from monarch_titan.control.recovery import RecoveryPolicy
 from tests.simulation.clock import VirtualTime, now
-from tests.simulation.quorum import Quorums, SimulatedLighthouse, State, Window
+from tests.simulation.quorum import Quorums, SimulatedLighthouse
 from tests.simulation.replica import SimulatedReplica
-from tests.simulation.schedule import Death, Moment, Schedule
+from tests.simulation.schedule import Crash, Interrupt, Moment, Outage, Schedule
+from tests.simulation.world import World
 
 LAUNCH = 0.4
 
-PATIENCE = 24 * 3600.0
-"""Virtual seconds after which a run that goes on does so for ever."""
+PATIENCE = 2 * 3600.0
+"""Virtual seconds after which a run that goes on does so for ever; without faults none takes ten minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,40 +31,44 @@ class Logged:
 
 
 class Cluster:
-    """What is there besides the controller, and what became of it."""
+    """One run: what is there besides the controller, and what became of it.
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.quorums = Quorums(schedule.min_replicas, torn=schedule.torn)
+    Args:
+        world: what earlier runs have left.
+        crash: how this one is killed, if it has not ended until then.
+    """
+
+    def __init__(self, world: World, crash: Crash | None = None) -> None:
+        self.world, self.schedule, self._crash = world, world.schedule, crash
+        self.quorums = Quorums(world)
         self.replicas: list[SimulatedReplica] = []
         self.launches: list[tuple[float, Launch]] = []
         self.refused: list[Launch] = []
         """Launches that failed."""
         self.lighthouses: list[SimulatedLighthouse] = []
         self.log: list[Logged] = []
-        self.wasted: set[Window] = set()
-        """Windows that were trained and that an outer step did not take, to the knowledge of who trained them."""
-        self.checkpoint: tuple[State, int, dict[int, Any]] = (State(), 0, {})
+        self.parts = world.disk.newest(self.schedule.num_replicas)
+        """Of the checkpoint that the run goes on from."""
         self.complaints: list[str] = []
         self.status = ""
-        """``succeeded``, ``failed`` or ``interrupted``."""
+        """``succeeded``, ``failed``, ``interrupted`` or ``killed``."""
         self.reason = ""
-        self._pending = list(schedule.deaths)
-        self._moments: dict[tuple[int, Moment], int] = {}
         self.policy = RecoveryPolicy(
-            respawns=schedule.respawns,
-            max_failures=schedule.max_failures,
-            backoff_seconds=schedule.backoff_seconds,
+            respawns=self.schedule.respawns,
+            max_failures=self.schedule.max_failures,
+            backoff_seconds=self.schedule.backoff_seconds,
         )
+        alone = self.schedule.num_replicas == 1
         self._controller = Controller(
             self._launch,
             self._start_lighthouse,
-            num_replicas=schedule.num_replicas,
-            min_replicas=schedule.min_replicas,
-            ranks_per_replica=schedule.ranks,
+            num_replicas=self.schedule.num_replicas,
+            min_replicas=self.schedule.min_replicas,
+            ranks_per_replica=self.schedule.ranks,
             policy=self.policy,
             log=self._log,
-            restart_alone=schedule.checkpoint,
+            restart_alone=alone and self.schedule.checkpoint_every > 0,
+            without_state=set(range(self.schedule.num_replicas)) - set(self.parts) if self.parts else (),
         )
 
     @property
@@ -79,11 +83,13 @@ class Cluster:
         if running:
             self.complaints.append(f"replica {launch.replica} launched while attempt {running[0].launch.attempt} runs")
         self.launches.append((now(), launch))
-        death = self.death(launch.replica, Moment.LAUNCH)
+        death = self.world.death(launch.replica, Moment.LAUNCH)
         if death is not None:
             await asyncio.sleep(death.after)
             self.refused.append(launch)
             raise OSError("no host")
+        if launch.attempt and self.schedule.num_replicas == 1:
+            self.parts = self.world.disk.newest(1)
         await asyncio.sleep(LAUNCH)
         self.replicas.append(replica := SimulatedReplica(self, launch))
         return replica
@@ -98,19 +104,8 @@ class Cluster:
         holders = sum(not replica.dead and replica.state is not None for replica in self.replicas)
         self.log.append(Logged(at=now(), event=event, holders=holders))
 
-    # What replicas call ------------------------------------------------------------------------------------------------
-
-    def death(self, replica: int, moment: Moment) -> Death | None:
-        """The death that the schedule has for a replica that comes to this moment now."""
-        nth = self._moments[replica, moment] = self._moments.get((replica, moment), -1) + 1
-        return next((d for d in self._pending if (d.replica, d.moment, d.nth) == (replica, moment, nth)), None)
-
-    def save(self, replica: SimulatedReplica) -> None:
-        """Save a checkpoint, if replicas do so."""
-        assert replica.state is not None
-        self.checkpoint = replica.state, replica.windows_trained, replica.positions()
-
     def deliver(self, message: Event | Report) -> None:
+        """Have the controller receive what a replica sent."""
         if not self.status:
             self._controller.receive(message)
 
@@ -121,10 +116,12 @@ class Cluster:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: self.complaints.append(str(context)))
         run = asyncio.create_task(self._controller.run())
-        for outage in self.schedule.outages:
-            loop.call_at(outage.at, self._strike, outage.replicas, outage.lighthouse)
-        if self.schedule.interrupt_at is not None:
-            loop.call_at(self.schedule.interrupt_at, run.cancel)
+        for outage in self.schedule.of(Outage):
+            loop.call_at(outage.at, self._strike, outage)
+        for interrupt in self.schedule.of(Interrupt):
+            loop.call_at(interrupt.at, run.cancel)
+        if self._crash is not None:
+            loop.call_at(self._crash.at, self._kill, run)
         done, _ = await asyncio.wait([run], timeout=PATIENCE)
         if not done:
             self.complaints.append("the run goes on for ever")
@@ -136,26 +133,56 @@ class Cluster:
         except RunFailed as failure:
             self.status, self.reason = "failed", str(failure)
         except asyncio.CancelledError:
-            self.status = "interrupted"
+            self.status = self.status or "interrupted"
         await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         self.complaints += [f"task left: {task}" for task in left]
 
-    def _strike(self, replicas: tuple[int, ...], lighthouse: bool) -> None:
+    def _strike(self, outage: Outage) -> None:
         for replica in self.replicas:
-            if replica.launch.replica in replicas and not replica.stopped:
+            if replica.launch.replica in outage.replicas and not replica.stopped:
                 replica.die()
-        if lighthouse and self.quorums.lighthouse is not None:
+        if outage.lighthouse and self.quorums.lighthouse is not None:
             self.quorums.lighthouse.die()
 
+    def _kill(self, run: asyncio.Task[None]) -> None:
+        if not run.done():
+            self.status = "killed"
+            for replica in self.replicas:
+                replica.die()
+            run.cancel()
 
-def play(schedule: Schedule) -> Cluster:
+
+@dataclass(frozen=True)
+class Story:
+    """A run, and those that went on from its checkpoints."""
+
+    world: World
+    runs: list[Cluster]
+
+    @property
+    def status(self) -> str:
+        """How the last one ended."""
+        return self.runs[-1].status
+
+    @property
+    def died(self) -> list[SimulatedReplica | Launch]:
+        return [dead for run in self.runs for dead in run.died]
+
+
+def play(schedule: Schedule) -> Story:
     """What became of a run on this schedule."""
+    story = Story(World(schedule=schedule), [])
+    for crash in [*schedule.of(Crash), None]:
+        with asyncio.Runner(loop_factory=VirtualTime) as runner:
+            runner.run(_play_one(story, crash))
+        if story.status in ("succeeded", "interrupted"):
+            break
+        for replica in crash.lost if crash is not None else ():
+            story.world.disk.lose(replica)
+    return story
 
-    async def run() -> Cluster:
-        cluster = Cluster(schedule)
-        await cluster.play()
-        return cluster
 
-    with asyncio.Runner(loop_factory=VirtualTime) as runner:
-        return runner.run(run())
+async def _play_one(story: Story, crash: Crash | None) -> None:
+    story.runs.append(run := Cluster(story.world, crash))
+    await run.play()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from monarch_titan.control.events import (
@@ -14,7 +15,7 @@ from monarch_titan.control.events import (
     ReplicaStarted,
 )
 from monarch_titan.control.recovery import Action
-from tests.simulation.cluster import Cluster, Logged, play
+from tests.simulation.cluster import Cluster, Logged, Story, play
 from tests.simulation.quorum import State, Window
 from tests.simulation.replica import SAMPLES, STOP, SimulatedReplica
 from tests.simulation.schedule import Schedule
@@ -27,17 +28,34 @@ def broken(schedule: Schedule, *, known: bool = False) -> list[str]:
     """What a run on this schedule did that it must not do, in sentences; empty when all is well.
 
     Args:
-        known: name also what is known not to hold, see README, "Limits": a replica that dies in an all-reduce whose
-            result a survivor has reads its window again.
+        known: name also what is known not to hold, see README, "Limits": a window that an outer step took and of which
+            the controller did not hear is read again.
     """
     try:
-        cluster = play(schedule)
+        story = play(schedule)
     except AssertionError as error:
         return [f"assertion: {error}"]
-    checks = (_nothing_left, _order, _failures, _relaunches, _giving_up, _end_in_time, _quorums, _success)
-    found = [sentence for check in checks for sentence in check(cluster)]
-    unheard = set().union(*(quorum.unheard for quorum in cluster.quorums.formed))
-    return [*cluster.complaints, *found, *_samples(cluster, set() if known else unheard)]
+    checks = (
+        *(_nothing_left, _order, _failures, _relaunches, _giving_up, _end_in_time),
+        *(_never_back, _no_divergence, _success),
+    )
+    found = [sentence for run in story.runs for sentence in run.complaints]
+    found += [sentence for run in story.runs for check in checks for sentence in check(run)]
+    return [*found, *_samples(story, set() if known else story.world.unheard)]
+
+
+def smallest(schedule: Schedule, *, known: bool = False) -> Schedule:
+    """What is left of a schedule that breaks something, once the faults are gone without which it still does."""
+    for simpler in schedule.simpler():
+        if broken(simpler, known=known):
+            return smallest(simpler, known=known)
+    return schedule
+
+
+def told(seed: int, schedule: Schedule) -> str:
+    """A failing schedule for a person to read: its seed, the faults that matter, and what they break."""
+    least = smallest(schedule)
+    return "\n".join([f"Schedule.draw({seed}) breaks with these faults:", str(least), *broken(least)])
 
 
 def _nothing_left(cluster: Cluster) -> Iterator[str]:
@@ -165,11 +183,21 @@ def _end_in_time(cluster: Cluster) -> Iterator[str]:
                 yield f"{logged.event} {logged.at - since:.1f} s after too few replicas were left"
 
 
-def _quorums(cluster: Cluster) -> Iterator[str]:
-    """Replicas that live never hold two states of one outer step: nothing would ever join them again."""
+def _never_back(cluster: Cluster) -> Iterator[str]:
+    """As long as a replica lives, it never goes back to an earlier outer step, nor to another state of the same one."""
+    for replica in cluster.replicas:
+        for before, after in itertools.pairwise(replica.states):
+            if after.outer_step <= before.outer_step and after != before:
+                yield f"replica {replica.launch.replica} goes from outer step {before.outer_step} to {after.outer_step}"
+
+
+def _no_divergence(cluster: Cluster) -> Iterator[str]:
+    """Replicas that live never hold two states of one outer step, and no run fails because they do."""
     for quorum in cluster.quorums.formed:
         if quorum.torn_apart:
             yield f"two states of outer step {quorum.newest}"
+    if "differ" in cluster.reason:
+        yield f"the run failed: {cluster.reason}"
 
 
 def _success(cluster: Cluster) -> Iterator[str]:
@@ -190,27 +218,26 @@ def _finals(cluster: Cluster) -> list[SimulatedReplica]:
     return [replica for number, replica in newest.items() if number not in lost]
 
 
-def _samples(cluster: Cluster, unheard: set[Window]) -> Iterator[str]:
+def _samples(story: Story, unheard: set[Window]) -> Iterator[str]:
     """Every state has seen each shard from its beginning, no sample twice, and none left out but in a window whose outer
     step the replica itself saw fail."""
-    states = {replica.state for replica in cluster.replicas if replica.state is not None}
-    for replica in range(cluster.schedule.num_replicas):
-        for state in states:
-            yield from _gaps(state, replica, cluster.wasted, unheard)
+    states = {state for run in story.runs for replica in run.replicas for state in replica.states}
+    for replica in set(range(story.world.schedule.num_replicas)) - story.world.forgetful:
+        found = {sentence for state in states for sentence in _gaps(state, replica, story.world.wasted, unheard)}
+        yield from sorted(found)
 
 
 def _gaps(state: State, replica: int, wasted: set[Window], unheard: set[Window]) -> Iterator[str]:
-    position = 0
+    seen: set[Window] = set()
     for window in state.windows:
         if window.replica != replica:
             continue
-        while position < window.first and Window(replica, position, position + SAMPLES) in wasted:
-            position += SAMPLES
-        again = window.first < position and Window(replica, window.first, window.first + SAMPLES) in unheard
-        if window.first != position and not again:
-            what = "repeated" if window.first < position else "lost"
-            yield f"samples {what}: replica {replica} gave {window} after sample {position}"
-        position = window.end
+        if window in seen - unheard:
+            yield f"samples repeated: {window}"
+        before = {Window(replica, first, first + SAMPLES) for first in range(0, window.first, SAMPLES)}
+        if lost := before - seen - wasted:
+            yield f"samples lost: {sorted(w.first for w in lost)} of replica {replica} before {window}"
+        seen.add(window)
 
 
 def _events(cluster: Cluster, kind: type) -> list:

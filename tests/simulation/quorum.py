@@ -10,6 +10,7 @@ from tests.simulation.clock import now
 
 if TYPE_CHECKING:
     from tests.simulation.replica import SimulatedReplica
+    from tests.simulation.world import World
 
 HEARTBEAT = 5.0
 JOIN = 60.0
@@ -45,8 +46,8 @@ class State:
 class Quorum:
     """Replicas that take an outer step together, or heal."""
 
-    def __init__(self, members: list[SimulatedReplica], *, torn: bool) -> None:
-        self.members, self._torn = members, torn
+    def __init__(self, members: list[SimulatedReplica], world: World) -> None:
+        self.members, self._world = members, world
         self.newest = max((m.state.outer_step for m in members if m.state is not None), default=-1)
         self.sources = [m for m in members if m.state is not None and m.state.outer_step == self.newest]
         self._base = self.sources[0].state if self.sources else State()
@@ -57,12 +58,6 @@ class Quorum:
 
         self.torn_apart = len({member.state for member in self.sources}) > 1
         """Whether members hold different states of the same outer step, which nothing would ever join again."""
-
-    @property
-    def unheard(self) -> set[Window]:
-        """Windows that the outer step has taken while whoever gave them does not know."""
-        given = {window for member, window in self._windows.items() if window and member not in self._winners}
-        return given if self._winners else set()
 
     def is_behind(self, member: SimulatedReplica) -> bool:
         return bool(self.sources) and (member.state is None or member.state.outer_step < self.newest)
@@ -76,7 +71,10 @@ class Quorum:
         if any(peer.dead or peer.held for peer in self.members):
             self.lose_member()
         elif self._complete:
-            asyncio.get_running_loop().call_later(REDUCE, self._succeed)
+            if self._world.breaks():
+                self._break_in(BROKEN)
+            else:
+                asyncio.get_running_loop().call_later(REDUCE, self._succeed)
         await asyncio.shield(self._ended)
         if member not in self._winners:
             return None
@@ -94,17 +92,23 @@ class Quorum:
 
     def lose_member(self) -> None:
         """Somebody whom the others count on is dead, or held and does not come."""
+        self._break_in(BROKEN if any(member.dead for member in self.members) else TIMEOUT)
+
+    def _break_in(self, seconds: float) -> None:
         if self._breaking or self._ended.done():
             return
         self._breaking = True
         alive = [member for member in self.members if not member.dead]
-        self._winners = alive[:1] if self._torn and self._complete else []
-        wait = BROKEN if len(alive) < len(self.members) else TIMEOUT
-        asyncio.get_running_loop().call_later(wait, self._end)
+        self._winners = alive[: self._world.schedule.torn] if self._complete else []
+        asyncio.get_running_loop().call_later(seconds, self._end)
 
     def _end(self) -> None:
-        if not self._ended.done():
-            self._ended.set_result(None)
+        if self._ended.done():
+            return
+        self._ended.set_result(None)
+        self._winners = [member for member in self._winners if not member.dead]
+        if self._winners:
+            self._world.unheard |= {w for m, w in self._windows.items() if w is not None and m not in self._winners}
 
 
 class SimulatedLighthouse:
@@ -134,8 +138,8 @@ class SimulatedLighthouse:
 class Quorums:
     """Forms quorums as TorchFT's lighthouse does, out of who asks and whose heart beats."""
 
-    def __init__(self, min_replicas: int, *, torn: bool) -> None:
-        self._min_replicas, self._torn = min_replicas, torn
+    def __init__(self, world: World) -> None:
+        self._world, self._min_replicas = world, world.schedule.min_replicas
         self._asking: dict[SimulatedReplica, tuple[float, asyncio.Future[Quorum]]] = {}
         self._beating: list[SimulatedReplica] = []
         self._previous: list[SimulatedReplica] | None = None
@@ -178,7 +182,7 @@ class Quorums:
             if 2 * len(ready) <= len(self._beating) or (len(ready) < len(self._beating) and waited < JOIN):
                 return
         ready.sort(key=lambda replica: replica.launch.replica)
-        self._previous, quorum = ready, Quorum(ready, torn=self._torn)
+        self._previous, quorum = ready, Quorum(ready, self._world)
         self.formed.append(quorum)
         for replica in ready:
             _, formed = self._asking.pop(replica)

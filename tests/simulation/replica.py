@@ -23,13 +23,14 @@ from monarch_titan.control.events import (
 from tests.simulation.clock import now
 from tests.simulation.quorum import Quorum, State, Window
 from tests.simulation.schedule import Moment
+from tests.simulation.world import Part
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
-BUILD, HEAL, COMMIT, STOP, ASK_AGAIN = 2.0, 0.2, 0.03, 0.2, 0.5
-"""Seconds: to build a trainer, to take a peer's state, from a commit to the next window, to stop processes, and until a
-replica that found no state to heal from asks again."""
+MANAGER, BUILD, HEAL, COMMIT, SAVE, STOP, ASK_AGAIN = 1.0, 1.0, 0.2, 0.03, 0.3, 0.2, 0.5
+"""Seconds: to join the lighthouse, to build a trainer, to take a peer's state, from a commit to the next window, to save a checkpoint, to
+stop processes, and until a replica that found no state to heal from asks again."""
 
 LATENCY, NOTICED = 0.01, 0.3
 """Seconds of a message's way to the controller, and until a death is noticed: what was sent before it arrives first."""
@@ -48,15 +49,11 @@ class SimulatedReplica:
     def __init__(self, cluster: Cluster, launch: Launch) -> None:
         self.cluster, self.launch = cluster, launch
         self.lighthouse_attempt = launch.lighthouse_attempt
-        self.state: State | None = State()
-        self.windows_trained = 0
-        if cluster.schedule.checkpoint:
-            self.state, self.windows_trained, positions = cluster.checkpoint
-        else:
-            positions = launch.positions
-            if launch.attempt > 0:
-                self.state = None
-        self.sample = self._first_sample(positions)
+        self.states: list[State] = []
+        """All that it has had, the present one last."""
+        self.windows_trained = self.sample = 0
+        self._part = cluster.parts.get(launch.replica)
+        self._begin()
         self.held = self.stopped = self.released = False
         self.died_at: float | None = None
         self.cause = ""
@@ -68,14 +65,31 @@ class SimulatedReplica:
         self._gone = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def _first_sample(self, positions: dict[int, Any]) -> int:
-        if not positions:
-            return 0
+    def _begin(self) -> None:
+        """Be where a replica is that was launched so."""
+        part, positions = self._part, self.launch.positions
+        lacks_part = bool(self.cluster.parts) and part is None
+        if self.cluster.schedule.num_replicas > 1 and (self.launch.attempt or lacks_part):
+            self.sample = self._sample_at(positions) if positions else part.sample if part is not None else 0
+            if lacks_part and not positions:
+                self.cluster.world.forgetful.add(self.launch.replica)
+            return
+        assert not positions, f"positions of a replica that does not heal: {positions}"
+        self.states.append(part.state if part is not None else State())
+        if part is not None:
+            self.windows_trained, self.sample = part.windows_trained, part.sample
+
+    def _sample_at(self, positions: dict[int, Any]) -> int:
         assert sorted(positions) == list(self._ranks), f"positions of ranks {sorted(positions)}"
         samples = {position["sample"] for position in positions.values()}
         assert all(position["rank"] == rank for rank, position in positions.items()), f"ranks mixed: {positions}"
         assert len(samples) == 1, f"ranks torn apart: {positions}"
         return samples.pop()
+
+    @property
+    def state(self) -> State | None:
+        """What a peer could heal from."""
+        return self.states[-1] if self.states else None
 
     @property
     def _ranks(self) -> range:
@@ -137,7 +151,7 @@ class SimulatedReplica:
     @contextlib.contextmanager
     def _moment(self, moment: Moment) -> Generator[None]:
         """Be at a moment; if the schedule says so, die in it."""
-        death = self.cluster.death(self.launch.replica, moment)
+        death = self.cluster.world.death(self.launch.replica, moment)
         timer = None if death is None else asyncio.get_running_loop().call_later(death.after, self.die)
         try:
             yield
@@ -162,8 +176,11 @@ class SimulatedReplica:
         ids = {"replica": self.launch.replica, "attempt": self.launch.attempt}
         self._send(ReplicaStarted(**ids, pids=dict.fromkeys(self._ranks, 1), actor_pid=1))
         with self._moment(Moment.START):
+            await asyncio.sleep(MANAGER)
+            self.cluster.quorums.beat(self)
             await asyncio.sleep(BUILD)
-        self.cluster.quorums.beat(self)
+        if self.state is not None and self._part is not None:
+            self._report_position(self.state)
         finished = self.state is None and await self._outer_step(None)
         while not finished and self.windows_trained < schedule.outer_steps:
             with self._moment(Moment.WINDOW):
@@ -201,7 +218,7 @@ class SimulatedReplica:
         assert self._quorum is not None
         quorum = self._quorum
         if healed and window is not None:
-            self.cluster.wasted.add(window)
+            self.cluster.world.wasted.add(window)
         if healed and quorum.source_for(self).held:
             return True
         contributed = None if healed else window
@@ -210,17 +227,28 @@ class SimulatedReplica:
         self._quorum = None
         self._failed_in_a_row = 0 if state is not None else self._failed_in_a_row + 1
         if state is not None:
-            self.state = state
-            self.cluster.save(self)
+            self.states.append(state)
             self._report_commit(state)
         elif contributed is not None:
-            self.cluster.wasted.add(contributed)
+            self.cluster.world.wasted.add(contributed)
         self._send(self._outer_step_event(committed=state is not None, contributed=not healed))
         if self._failed_in_a_row > COMMIT_RETRIES:
             raise Broken("outer steps did not commit")
         with self._moment(Moment.COMMITTED):
             await asyncio.sleep(COMMIT)
+        if state is not None:
+            await self._save(state)
         return False
+
+    async def _save(self, state: State) -> None:
+        """Save a checkpoint where one is due. At the end TorchTitan saves only the model."""
+        every, disk = self.cluster.schedule.checkpoint_every, self.cluster.world.disk
+        if every and self.windows_trained % every == 0 and self.windows_trained < self.cluster.schedule.outer_steps:
+            disk.begin(self.launch.replica, self.windows_trained)
+            with self._moment(Moment.SAVING):
+                await asyncio.sleep(SAVE)
+            part = Part(state=state, windows_trained=self.windows_trained, sample=self.sample)
+            disk.seal(self.launch.replica, part)
 
     async def _join(self) -> bool:
         """Wait for a quorum, and for one with a state to give where this replica needs it; whether it healed."""
@@ -238,11 +266,13 @@ class SimulatedReplica:
 
     async def _heal(self, source: SimulatedReplica) -> None:
         state, windows_trained = source.state, source.windows_trained
+        assert state is not None
         with self._moment(Moment.HEALING):
             await asyncio.sleep(HEAL)
         if source.dead:
             raise Broken("could not take the state of a peer")
-        self.state, self.windows_trained = state, windows_trained
+        self.states.append(state)
+        self.windows_trained = windows_trained
 
     # What the controller is told ---------------------------------------------------------------------------------------
 
@@ -253,15 +283,18 @@ class SimulatedReplica:
         for rank in self._ranks:
             self._send(kind(replica=self.launch.replica, attempt=self.launch.attempt, rank=rank, **values))
 
-    def positions(self) -> dict[int, Any]:
-        return {rank: {"rank": rank, "sample": self.sample} for rank in self._ranks}
+    def _report_position(self, state: State) -> None:
+        for rank in self._ranks:
+            ids = {"replica": self.launch.replica, "attempt": self.launch.attempt, "rank": rank}
+            position = {"rank": rank, "sample": self.sample}
+            self._send(OuterStepCommitted(**ids, outer_step=state.outer_step, data=position))
 
     def _report_commit(self, state: State) -> None:
-        ids = {"replica": self.launch.replica, "outer_step": state.outer_step}
-        for rank, position in self.positions().items():
-            self._send(OuterStepCommitted(**ids, attempt=self.launch.attempt, rank=rank, data=position))
-            hashes = {"global_parameters": state.digest, "outer_optimizer": "", "optimizer": ""}
-            self._send(ReplicaState(**ids, rank=rank, step=self._step, healed=False, lr=1.0, **hashes))
+        self._report_position(state)
+        hashes = {"global_parameters": state.digest, "outer_optimizer": "", "optimizer": ""}
+        ids = {"replica": self.launch.replica, "outer_step": state.outer_step, "step": self._step}
+        for rank in self._ranks:
+            self._send(ReplicaState(**ids, rank=rank, healed=False, lr=1.0, **hashes))
 
     def _outer_step_event(self, *, committed: bool, contributed: bool) -> OuterStep:
         assert self.state is not None
@@ -281,6 +314,13 @@ class SimulatedReplica:
         self._tell(TrainerFinished, step=self._step, outer_step=self.state.outer_step, state=self.state.digest)
 
     def _send(self, message: Event | Report) -> None:
-        """Messages arrive in the order in which they were sent."""
+        """Messages arrive in the order in which they were sent; those of a replica's last moment perhaps not at all."""
         self._sent_at = max(now(), self._sent_at + 1e-6)
-        asyncio.get_running_loop().call_at(self._sent_at + LATENCY, self.cluster.deliver, message)
+        asyncio.get_running_loop().call_at(self._sent_at + LATENCY, self._arrive, message)
+
+    def _arrive(self, message: Event | Report) -> None:
+        if not (self.cluster.schedule.lossy and self.dead):
+            self.cluster.deliver(message)
+        elif isinstance(message, OuterStepCommitted):
+            sample = message.data["sample"]
+            self.cluster.world.unheard.add(Window(self.launch.replica, sample - SAMPLES, sample))

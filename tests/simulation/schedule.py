@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -13,12 +15,13 @@ class Moment(Enum):
     LAUNCH = "launch"
     START = "start"
     WINDOW = "window"
-    QUORUM = "quorum"
+    QUORUM = "wait for a quorum"
     HEALING = "healing"
     OUTER_STEP = "outer step"
-    COMMITTED = "committed"
-    HELD = "held"
-    ATTENDING = "attending"
+    COMMITTED = "time right after a commit"
+    SAVING = "saving of a checkpoint"
+    HELD = "wait at the end"
+    ATTENDING = "help for a late peer"
 
     def __repr__(self) -> str:
         return str(self)
@@ -33,6 +36,9 @@ class Death:
     nth: int = 0
     after: float = 0.0
 
+    def __str__(self) -> str:
+        return f"replica {self.replica} dies {self.after:g} s into {self.moment.value} number {self.nth + 1}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outage:
@@ -42,10 +48,49 @@ class Outage:
     replicas: tuple[int, ...] = ()
     lighthouse: bool = False
 
+    def __str__(self) -> str:
+        dead = [f"replica {replica}" for replica in self.replicas] + ["the lighthouse"] * self.lighthouse
+        return f"after {self.at:g} s die at once: {', '.join(dead) or 'none'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crash:
+    """Everything is killed, the controller too; the checkpoints of some replicas are gone; the run is started again."""
+
+    at: float
+    lost: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        lost = f", the checkpoints of replicas {self.lost} are gone" if self.lost else ""
+        return f"after {self.at:g} s (or when it fails) the whole run is killed{lost}, and started again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Break:
+    """The ``nth`` all-reduce (from 0) breaks with nobody dead."""
+
+    nth: int
+
+    def __str__(self) -> str:
+        return f"all-reduce number {self.nth + 1} breaks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interrupt:
+    """The user presses Ctrl-C."""
+
+    at: float
+
+    def __str__(self) -> str:
+        return f"after {self.at:g} s the user interrupts"
+
+
+Fault = Death | Outage | Crash | Break | Interrupt
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """All that decides how a simulated run goes. Its ``repr`` is what to replay."""
+    """All that decides how a simulated run goes: the same schedule always plays the same way."""
 
     num_replicas: int = 3
     min_replicas: int = 2
@@ -57,43 +102,71 @@ class Schedule:
     respawns: int = 4
     max_failures: int = 16
     backoff_seconds: float = 1.0
-    checkpoint: bool = False
-    """Whether an only replica saves every outer step and restarts from it."""
-    deaths: tuple[Death, ...] = ()
-    outages: tuple[Outage, ...] = ()
-    torn: bool = False
-    """Whether a death in an all-reduce leaves one survivor with its result and the others without."""
-    interrupt_at: float | None = None
-    """When the user presses Ctrl-C."""
+    checkpoint_every: int = 0
+    """Windows between two checkpoints; 0: there are none."""
+    torn: int = 0
+    """Survivors of a broken all-reduce who have its result nevertheless, if all had given theirs."""
+    lossy: bool = False
+    """Whether what a replica has just sent is lost when it dies."""
+    faults: tuple[Fault, ...] = ()
+
+    def of(self, kind: type) -> tuple:
+        """The faults of a kind."""
+        return tuple(fault for fault in self.faults if isinstance(fault, kind))
+
+    def simpler(self) -> Iterator[Schedule]:
+        """Schedules with a fault less."""
+        for index in range(len(self.faults)):
+            yield dataclasses.replace(self, faults=self.faults[:index] + self.faults[index + 1 :])
+
+    def __str__(self) -> str:
+        seconds = ", ".join(f"{s:g}" for s in self.window_seconds[: self.num_replicas])
+        lines = [
+            f"{self.num_replicas} replicas of {self.ranks} ranks, at least {self.min_replicas}; "
+            f"{self.outer_steps} windows of {seconds} s, a checkpoint every {self.checkpoint_every}",
+            f"respawns {self.respawns}, max_failures {self.max_failures}, backoff {self.backoff_seconds:g} s; "
+            f"{self.torn} survivors have a broken all-reduce's result; last words "
+            f"{'are lost' if self.lossy else 'arrive'}",
+            *(f"- {fault}" for fault in self.faults),
+        ]
+        return "\n".join(lines)
 
     @classmethod
-    def draw(cls, dice: random.Random) -> Schedule:
-        """A random schedule: the same dice throw the same one."""
+    def draw(cls, seed: int) -> Schedule:
+        """A random schedule, the same one for the same seed."""
+        dice = random.Random(seed)
         num_replicas = dice.randint(1, 4)
         replicas = range(num_replicas)
         respawns = dice.randint(1, 3)
+        checkpoint_every = dice.choice([0, 1, 2])
         return cls(
             num_replicas=num_replicas,
             min_replicas=dice.randint(num_replicas // 2 + 1, num_replicas),
             ranks=dice.randint(1, 2),
-            outer_steps=dice.randint(1, 4),
-            window_seconds=tuple(float(dice.randint(5, 15)) for _ in replicas),
+            outer_steps=dice.randint(1, 5),
+            # Now and then one is ten times slower than its peers, who do not wait for it.
+            window_seconds=tuple(dice.randint(5, 15) * dice.choice([1.0] * 19 + [10.0]) for _ in replicas),
             respawns=respawns,
             max_failures=dice.randint(respawns, 5),
             backoff_seconds=dice.choice([0.0, 1.0, 20.0]),
-            checkpoint=num_replicas == 1 and dice.random() < 0.5,
-            deaths=tuple(_death(dice, dice.choice(replicas)) for _ in range(dice.randint(0, 8))),
-            outages=tuple(_outage(dice, replicas) for _ in range(dice.choice([0, 0, 1, 2]))),
-            torn=dice.random() < 0.5,
-            interrupt_at=dice.randint(0, 600) / 10 if dice.random() < 0.05 else None,
+            checkpoint_every=checkpoint_every,
+            torn=dice.choice([0, 0, 1, 2]),
+            lossy=dice.random() < 0.5,
+            faults=tuple(_faults(dice, replicas, crashes=checkpoint_every > 0)),
         )
 
 
-def _death(dice: random.Random, replica: int) -> Death:
-    moment, after = dice.choice(list(Moment)), dice.choice([0.0, 0.02, 0.05, 0.5, 3.0])
-    return Death(replica=replica, moment=moment, nth=dice.randint(0, 3), after=after)
-
-
-def _outage(dice: random.Random, replicas: range) -> Outage:
-    dead = tuple(replica for replica in replicas if dice.random() < 0.5)
-    return Outage(at=dice.randint(0, 600) / 10, replicas=dead, lighthouse=dice.random() < 0.5)
+def _faults(dice: random.Random, replicas: range, *, crashes: bool) -> Iterator[Fault]:
+    for _ in range(dice.randint(0, 8)):
+        moment, after = dice.choice(list(Moment)), dice.choice([0.0, 0.02, 0.05, 0.5, 3.0])
+        yield Death(replica=dice.choice(replicas), moment=moment, nth=dice.randint(0, 3), after=after)
+    for _ in range(dice.choice([0, 0, 1, 2])):
+        dead = tuple(replica for replica in replicas if dice.random() < 0.5)
+        yield Outage(at=dice.randint(0, 600) / 10, replicas=dead, lighthouse=dice.random() < 0.5)
+    for _ in range(dice.choice([0, 0, 0, 1])):
+        yield Break(nth=dice.randint(0, 3))
+    for _ in range(dice.choice([0, 0, 1, 2]) if crashes else 0):
+        lost = tuple(replica for replica in replicas if dice.random() < 0.1)
+        yield Crash(at=dice.randint(0, 600) / 10, lost=lost)
+    if dice.random() < 0.05:
+        yield Interrupt(at=dice.randint(0, 600) / 10)

@@ -524,8 +524,9 @@ def test_only_replica_is_given_up_after_max_failures():
 
 def test_respawn_goes_on_after_the_last_outer_step_that_all_ranks_reported():
     async def scenario(run):
-        run[1].commit(1)
-        run[1].commit(2)
+        for replica in (0, 1):
+            run[replica].commit(1)
+            run[replica].commit(2)
         run[1].commit(3, ranks=(1,))
         await fail(run, 1)
 
@@ -545,7 +546,8 @@ def test_commit_reported_while_the_replica_is_being_stopped_counts():
         dying = run[1]
         dying.may_stop.clear()
         await fail(run, 1)
-        dying.commit(1)
+        for committed in (run[0], dying):
+            committed.commit(1)
         dying.may_stop.set()
         await settle()
 

@@ -35,7 +35,7 @@ def test_nothing_goes_wrong_without_faults():
 def test_death_at_every_moment_is_survived(moment):
     # A replica heals and attends only after another death.
     others = {Moment.HEALING: (Death(replica=1, moment=Moment.WINDOW, nth=1),)}
-    others[Moment.ATTENDING] = (Death(replica=2, moment=Moment.WINDOW, nth=2, after=10.9),)
+    others[Moment.ATTENDING] = (Death(replica=2, moment=Moment.WINDOW, nth=2, after=9.9),)
     schedule = Schedule(deaths=(Death(replica=1, moment=moment), *others.get(moment, ())))
     cluster = play(schedule)
     assert broken(schedule) == []
