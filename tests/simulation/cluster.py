@@ -16,9 +16,6 @@ from tests.simulation.world import World
 
 LAUNCH = 0.4
 
-PATIENCE = 2 * 3600.0
-"""Virtual seconds after which a run that goes on does so for ever; without faults none takes ten minutes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
@@ -119,10 +116,10 @@ class Cluster:
         for outage in self.schedule.of(Outage):
             loop.call_at(outage.at, self._strike, outage)
         for interrupt in self.schedule.of(Interrupt):
-            loop.call_at(interrupt.at, run.cancel)
+            loop.call_at(interrupt.at, run.cancel)  # and it is not started again
         if self._crash is not None:
             loop.call_at(self._crash.at, self._kill, run)
-        done, _ = await asyncio.wait([run], timeout=PATIENCE)
+        done, _ = await asyncio.wait([run], timeout=self.schedule.patience)
         if not done:
             self.complaints.append("the run goes on for ever")
             run.cancel()
@@ -139,6 +136,9 @@ class Cluster:
         self.complaints += [f"task left: {task}" for task in left]
 
     def _strike(self, outage: Outage) -> None:
+        if outage in self.world.struck:
+            return
+        self.world.struck.add(outage)
         for replica in self.replicas:
             if replica.launch.replica in outage.replicas and not replica.stopped:
                 replica.die()
@@ -164,6 +164,11 @@ class Story:
     def status(self) -> str:
         """How the last one ended."""
         return self.runs[-1].status
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, if it did."""
+        return self.runs[-1].reason
 
     @property
     def died(self) -> list[SimulatedReplica | Launch]:

@@ -19,6 +19,9 @@ JOIN = 60.0
 REDUCE, BROKEN, TIMEOUT = 0.1, 0.1, 30.0
 """Seconds of an all-reduce, of one in which somebody dies, and of one for which somebody never comes."""
 
+PATIENCE = 600.0
+"""monarch.quorum_timeout_seconds."""
+
 LIGHTHOUSE_SECONDS, FIRST_HEARTBEATS = 0.5, 0.5
 
 
@@ -107,8 +110,11 @@ class Quorum:
             return
         self._ended.set_result(None)
         self._winners = [member for member in self._winners if not member.dead]
+        losers = [member for member in self._windows if member not in self._winners]
         if self._winners:
-            self._world.unheard |= {w for m, w in self._windows.items() if w is not None and m not in self._winners}
+            self._world.unheard |= {window for loser in losers if (window := self._windows[loser]) is not None}
+        if self._winners and any(not loser.dead for loser in losers):
+            self._world.torn_steps.add(self.newest + 1)
 
 
 class SimulatedLighthouse:
@@ -157,12 +163,13 @@ class Quorums:
         self._beating.append(replica)
 
     async def ask(self, replica: SimulatedReplica) -> Quorum:
-        """The next quorum with this replica."""
+        """The next quorum with this replica. Raises TimeoutError when there is none."""
         formed: asyncio.Future[Quorum] = asyncio.get_running_loop().create_future()
         self._asking[replica] = now(), formed
         self._look_in(0.0)
         self._look_in(JOIN)
-        return await formed
+        async with asyncio.timeout(PATIENCE):
+            return await formed
 
     def lose(self, replica: SimulatedReplica) -> None:
         """A replica has died, which the lighthouse finds out by its silence."""

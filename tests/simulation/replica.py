@@ -21,7 +21,7 @@ from monarch_titan.control.events import (
     TrainerFinished,
 )
 from tests.simulation.clock import now
-from tests.simulation.quorum import Quorum, State, Window
+from tests.simulation.quorum import PATIENCE, Quorum, State, Window
 from tests.simulation.schedule import Moment
 from tests.simulation.world import Part
 
@@ -164,7 +164,7 @@ class SimulatedReplica:
     async def _live(self) -> None:
         try:
             await self._train()
-        except Broken as error:
+        except (Broken, TimeoutError) as error:
             self.die(str(error))
         else:
             self.released = True
@@ -252,6 +252,7 @@ class SimulatedReplica:
 
     async def _join(self) -> bool:
         """Wait for a quorum, and for one with a state to give where this replica needs it; whether it healed."""
+        deadline = now() + PATIENCE
         while True:
             self._tell(QuorumRequested)
             with self._moment(Moment.QUORUM):
@@ -262,6 +263,8 @@ class SimulatedReplica:
             self._tell(QuorumFormed, outer_step=None if self.state is None else self.state.outer_step)
             if self.state is not None:
                 return healed
+            if now() > deadline:
+                raise TimeoutError("no peer had a state to heal from")
             await asyncio.sleep(ASK_AGAIN)
 
     async def _heal(self, source: SimulatedReplica) -> None:

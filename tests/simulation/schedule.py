@@ -114,6 +114,12 @@ class Schedule:
         """The faults of a kind."""
         return tuple(fault for fault in self.faults if isinstance(fault, kind))
 
+    @property
+    def patience(self) -> float:
+        """Seconds after which a run that goes on does so for ever: each fault costs a window, a relaunch and a quorum."""
+        windows = (self.outer_steps + len(self.faults)) * max(self.window_seconds)
+        return 600.0 + windows + 150.0 * len(self.faults)
+
     def simpler(self) -> Iterator[Schedule]:
         """Schedules with a fault less."""
         for index in range(len(self.faults)):

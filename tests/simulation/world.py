@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tests.simulation.quorum import State, Window
-from tests.simulation.schedule import Break, Death, Moment, Schedule
+from tests.simulation.schedule import Break, Death, Fault, Moment, Schedule
 
 KEPT = 2
 """Checkpoints of a replica, ``checkpoint.keep_latest_k``."""
@@ -62,8 +62,12 @@ class World:
     """Windows that were trained and that an outer step did not take, to the knowledge of who trained them."""
     unheard: set[Window] = field(default_factory=set)
     """Windows of which nobody could tell the controller that an outer step took them."""
+    torn_steps: set[int] = field(default_factory=set)
+    """Outer steps that some have taken and others, who live, have not: if these go on without the former, they differ."""
     forgetful: set[int] = field(default_factory=set)
     """Replicas that read their data from the beginning because their checkpoints are gone."""
+    struck: set[Fault] = field(default_factory=set)
+    """Of the faults that have a time those that have happened; each does once."""
     _moments: dict[tuple[int, Moment], int] = field(default_factory=dict)
     _reductions: int = -1
 

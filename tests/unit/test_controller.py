@@ -86,8 +86,9 @@ class FakeReplica:
     def ask(self, rank: int = 0) -> None:
         self.report(QuorumRequested, rank)
 
-    def form(self, rank: int = 0) -> None:
-        self.report(QuorumFormed, rank)
+    def form(self, rank: int = 0, outer_step: int | None = None) -> None:
+        """Come out of a quorum, with a state of an outer step or without one."""
+        self.report(QuorumFormed, rank, outer_step=outer_step)
 
     def commit(self, outer_step: int, *, contributed: bool = True, ranks: tuple[int, ...] | None = None) -> None:
         """Commit an outer step on these ranks, or on all; a rank's position is told by attempt, outer step and rank."""
@@ -482,6 +483,19 @@ def test_replica_that_has_caught_up_can_heal_the_others():
     assert run.reason is None
 
 
+@pytest.mark.parametrize("ranks_that_healed", [1, 2])
+def test_replica_that_has_healed_on_all_ranks_can_heal_the_others(ranks_that_healed):
+    async def scenario(run):
+        await fail(run, 0)
+        for rank in range(ranks_that_healed):
+            run[0].form(rank, outer_step=0)
+        await fail(run, 1)
+
+    run = train(scenario, num_replicas=2, min_replicas=2, ranks=2)
+    healed = "replica 1 failed and no other replica is left to heal from: it broke" if ranks_that_healed < 2 else None
+    assert run.reason == healed
+
+
 def test_replica_that_took_the_final_state_can_heal_the_others():
     async def scenario(run):
         await fail(run, 0)
@@ -550,6 +564,28 @@ def test_commit_reported_while_the_replica_is_being_stopped_counts():
             committed.commit(1)
         dying.may_stop.set()
         await settle()
+
+    assert train(scenario)[1].launch.positions == {0: "0.1.0"}
+
+
+def test_outer_step_that_no_peer_has_taken_is_taken_anew_from_its_data():
+    async def scenario(run):
+        for replica in range(3):
+            run[replica].commit(1)
+        run[1].commit(2)
+        await fail(run, 1)
+
+    assert train(scenario)[1].launch.positions == {0: "0.1.0"}
+
+
+def test_data_position_belongs_to_the_state_that_a_healed_peer_has():
+    async def scenario(run):
+        for replica in (0, 1):
+            run[replica].commit(1)
+        await fail(run, 2)
+        run[2].form(outer_step=1)
+        await fail(run, 0)
+        await fail(run, 1)
 
     assert train(scenario)[1].launch.positions == {0: "0.1.0"}
 
@@ -998,6 +1034,16 @@ def receive(*states: ReplicaState) -> Callable[[Run], Awaitable[None]]:
         await settle()
 
     return scenario
+
+
+def test_outer_step_of_a_replica_that_died_with_it_may_be_taken_anew_and_otherwise():
+    async def scenario(run):
+        run.controller.receive(state(1, 2, "of one who died"))
+        await fail(run, 1)
+        run.controller.receive(state(1, 2, "its last words"))
+        run.controller.receive(state(0, 2))
+
+    assert train(scenario).reason is None
 
 
 @pytest.mark.parametrize("what", ["parameters", "momentum"])

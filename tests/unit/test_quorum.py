@@ -227,6 +227,19 @@ def test_every_try_to_heal_is_reported(manager, script):
     assert [report.healing for report in respawned.reports if isinstance(report, Quorum)] == [False, True]
 
 
+def test_a_quorum_is_reported_with_the_outer_step_of_the_state_that_we_have(manager, script):
+    def formed(replica):
+        return [report.outer_step for report in replica.reports if isinstance(report, QuorumFormed)]
+
+    first = manager(attempt=0)
+    first.start_quorum()
+    assert formed(first) == [0]
+    script.quorums = ["nothing", "heal"]
+    respawned = manager(attempt=1)
+    respawned.start_quorum()
+    assert formed(respawned) == [None, 5]
+
+
 def test_only_rank_0_reports_the_event(manager):
     replica = manager(rank=1)
     replica.start_quorum()
