@@ -106,7 +106,7 @@ class Cluster:
         if not self.status:
             self._controller.receive(message)
 
-    # The run -----------------------------------------------------------------------------------------------------------
+    # The run ---------------------------------------------------------------------------------------------------------
 
     async def play(self) -> None:
         """Have the controller run to its end."""

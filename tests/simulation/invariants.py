@@ -17,7 +17,8 @@ from monarch_titan.control.events import (
 from monarch_titan.control.recovery import Action
 from tests.simulation.cluster import Cluster, Logged, Story, play
 from tests.simulation.quorum import State, Window
-from tests.simulation.replica import SAMPLES, STOP, SimulatedReplica
+from tests.simulation.replica import STOP, SimulatedReplica
+from tests.simulation.reports import SAMPLES
 from tests.simulation.schedule import Schedule
 
 END = 30.0
@@ -135,7 +136,7 @@ def _relaunches(cluster: Cluster) -> Iterator[str]:
             for then, launch in following:
                 wait = 0.0 if in_a_row == 1 else min(60.0, cluster.schedule.backoff_seconds * 2 ** (in_a_row - 2))
                 if not wait - 1e-6 <= then - at <= wait + STOP + 1e-6:
-                    yield f"replica {replica} relaunched {then - at:.2f} s after failure {in_a_row} in a row, not {wait}"
+                    yield f"replica {replica} relaunched {then - at:.2f} s after {in_a_row} in a row, not {wait}"
                 if launch.action.value != failure.action:
                     yield f"{failure.action} announced and {launch.action.value} done"
 
@@ -228,8 +229,8 @@ def _finals(cluster: Cluster) -> list[SimulatedReplica]:
 
 
 def _samples(story: Story, unheard: set[Window]) -> Iterator[str]:
-    """Every state has seen each shard from its beginning, no sample twice, and none left out but in a window whose outer
-    step the replica itself saw fail."""
+    """Every state has seen each shard from its beginning, no sample twice, and none left out but in a window whose
+    outer step the replica itself saw fail."""
     states = {state for run in story.runs for replica in run.replicas for state in replica.states}
     for replica in set(range(story.world.schedule.num_replicas)) - story.world.forgetful:
         found = {sentence for state in states for sentence in _gaps(state, replica, story.world.wasted, unheard)}

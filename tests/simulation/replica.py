@@ -8,20 +8,10 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from monarch_titan.control.controller import Failure, Launch
-from monarch_titan.control.events import (
-    Event,
-    OuterStep,
-    OuterStepCommitted,
-    QuorumFormed,
-    QuorumRequested,
-    ReplicaStarted,
-    ReplicaState,
-    Report,
-    Step,
-    TrainerFinished,
-)
+from monarch_titan.control.events import QuorumFormed, QuorumRequested
 from tests.simulation.clock import now
 from tests.simulation.quorum import PATIENCE, Quorum, State, Window
+from tests.simulation.reports import SAMPLES, Reports
 from tests.simulation.schedule import Moment
 from tests.simulation.world import Part
 
@@ -29,13 +19,12 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 MANAGER, BUILD, HEAL, COMMIT, SAVE, STOP, ASK_AGAIN = 1.0, 1.0, 0.2, 0.03, 0.3, 0.2, 0.5
-"""Seconds: to join the lighthouse, to build a trainer, to take a peer's state, from a commit to the next window, to save a checkpoint, to
-stop processes, and until a replica that found no state to heal from asks again."""
+"""Seconds: to join the lighthouse, to build a trainer, to take a peer's state, from a commit to the next window, to
+save a checkpoint, to stop processes, and until a replica that found no state to heal from asks again."""
 
-LATENCY, NOTICED = 0.01, 0.3
-"""Seconds of a message's way to the controller, and until a death is noticed: what was sent before it arrives first."""
+NOTICED = 0.3
+"""Seconds until a death is noticed; what was sent before it arrives first, if it does."""
 
-SAMPLES = 20
 COMMIT_RETRIES = 3
 
 
@@ -59,7 +48,7 @@ class SimulatedReplica:
         self.cause = ""
         self._quorum: Quorum | None = None
         self._failed_in_a_row = 0
-        self._sent_at = 0.0
+        self._reports = Reports(self)
         self._commands: asyncio.Queue[asyncio.Future[None] | None] = asyncio.Queue()
         self._ended: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
@@ -80,7 +69,7 @@ class SimulatedReplica:
             self.windows_trained, self.sample = part.windows_trained, part.sample
 
     def _sample_at(self, positions: dict[int, Any]) -> int:
-        assert sorted(positions) == list(self._ranks), f"positions of ranks {sorted(positions)}"
+        assert sorted(positions) == list(self.ranks), f"positions of ranks {sorted(positions)}"
         samples = {position["sample"] for position in positions.values()}
         assert all(position["rank"] == rank for rank, position in positions.items()), f"ranks mixed: {positions}"
         assert len(samples) == 1, f"ranks torn apart: {positions}"
@@ -92,7 +81,7 @@ class SimulatedReplica:
         return self.states[-1] if self.states else None
 
     @property
-    def _ranks(self) -> range:
+    def ranks(self) -> range:
         return range(self.cluster.schedule.ranks)
 
     @property
@@ -173,14 +162,13 @@ class SimulatedReplica:
 
     async def _train(self) -> None:
         schedule = self.cluster.schedule
-        ids = {"replica": self.launch.replica, "attempt": self.launch.attempt}
-        self._send(ReplicaStarted(**ids, pids=dict.fromkeys(self._ranks, 1), actor_pid=1))
+        self._reports.started()
         with self._moment(Moment.START):
             await asyncio.sleep(MANAGER)
             self.cluster.quorums.beat(self)
             await asyncio.sleep(BUILD)
         if self.state is not None and self._part is not None:
-            self._report_position(self.state)
+            self._reports.position(self.state)
         finished = self.state is None and await self._outer_step(None)
         while not finished and self.windows_trained < schedule.outer_steps:
             with self._moment(Moment.WINDOW):
@@ -188,24 +176,20 @@ class SimulatedReplica:
             window = Window(self.launch.replica, self.sample, self.sample + SAMPLES)
             self.sample = window.end
             self.windows_trained += 1
-            self._send(Step(replica=self.launch.replica, step=self._step, loss=1.0, tokens=1, seconds=1.0))
+            self._reports.step()
             finished = await self._outer_step(window)
         await self._wait_for_peers()
 
-    @property
-    def _step(self) -> int:
-        return SAMPLES * self.windows_trained
-
     async def _wait_for_peers(self) -> None:
         self.held = True
-        self._report_finished()
+        self._reports.finished()
         with self._moment(Moment.HELD):
             command = await self._commands.get()
         while command is not None:
             try:
                 with self._moment(Moment.ATTENDING):
                     if await self._join():
-                        self._report_finished()
+                        self._reports.finished()
             finally:
                 if not command.done():
                     command.set_result(None)
@@ -228,10 +212,10 @@ class SimulatedReplica:
         self._failed_in_a_row = 0 if state is not None else self._failed_in_a_row + 1
         if state is not None:
             self.states.append(state)
-            self._report_commit(state)
+            self._reports.commit(state)
         elif contributed is not None:
             self.cluster.world.wasted.add(contributed)
-        self._send(self._outer_step_event(committed=state is not None, contributed=not healed))
+        self._reports.outer_step(committed=state is not None, contributed=not healed)
         if self._failed_in_a_row > COMMIT_RETRIES:
             raise Broken("outer steps did not commit")
         with self._moment(Moment.COMMITTED):
@@ -254,13 +238,16 @@ class SimulatedReplica:
         """Wait for a quorum, and for one with a state to give where this replica needs it; whether it healed."""
         deadline = now() + PATIENCE
         while True:
-            self._tell(QuorumRequested)
+            if not self.held:
+                self._reports.tell(QuorumRequested)
             with self._moment(Moment.QUORUM):
                 quorum = self._quorum = await self.cluster.quorums.ask(self)
             healed = quorum.is_behind(self)
             if healed:
                 await self._heal(quorum.source_for(self))
-            self._tell(QuorumFormed, outer_step=None if self.state is None else self.state.outer_step)
+            if not self.held:
+                outer_step = None if self.state is None else self.state.outer_step
+                self._reports.tell(QuorumFormed, outer_step=outer_step)
             if self.state is not None:
                 return healed
             if now() > deadline:
@@ -276,54 +263,3 @@ class SimulatedReplica:
             raise Broken("could not take the state of a peer")
         self.states.append(state)
         self.windows_trained = windows_trained
-
-    # What the controller is told ---------------------------------------------------------------------------------------
-
-    def _tell(self, kind: type[Report], **values: Any) -> None:
-        """Report on every rank; a held replica tells of no quorums."""
-        if self.held and kind in (QuorumRequested, QuorumFormed):
-            return
-        for rank in self._ranks:
-            self._send(kind(replica=self.launch.replica, attempt=self.launch.attempt, rank=rank, **values))
-
-    def _report_position(self, state: State) -> None:
-        for rank in self._ranks:
-            ids = {"replica": self.launch.replica, "attempt": self.launch.attempt, "rank": rank}
-            position = {"rank": rank, "sample": self.sample}
-            self._send(OuterStepCommitted(**ids, outer_step=state.outer_step, data=position))
-
-    def _report_commit(self, state: State) -> None:
-        self._report_position(state)
-        hashes = {"global_parameters": state.digest, "outer_optimizer": "", "optimizer": ""}
-        ids = {"replica": self.launch.replica, "outer_step": state.outer_step, "step": self._step}
-        for rank in self._ranks:
-            self._send(ReplicaState(**ids, rank=rank, healed=False, lr=1.0, **hashes))
-
-    def _outer_step_event(self, *, committed: bool, contributed: bool) -> OuterStep:
-        assert self.state is not None
-        return OuterStep(
-            replica=self.launch.replica,
-            outer_step=self.state.outer_step,
-            step=self._step,
-            participants=1,
-            committed=committed,
-            contributed=contributed,
-            seconds=0.1,
-            bytes=8,
-        )
-
-    def _report_finished(self) -> None:
-        assert self.state is not None
-        self._tell(TrainerFinished, step=self._step, outer_step=self.state.outer_step, state=self.state.digest)
-
-    def _send(self, message: Event | Report) -> None:
-        """Messages arrive in the order in which they were sent; those of a replica's last moment perhaps not at all."""
-        self._sent_at = max(now(), self._sent_at + 1e-6)
-        asyncio.get_running_loop().call_at(self._sent_at + LATENCY, self._arrive, message)
-
-    def _arrive(self, message: Event | Report) -> None:
-        if not (self.cluster.schedule.lossy and self.dead):
-            self.cluster.deliver(message)
-        elif isinstance(message, OuterStepCommitted):
-            sample = message.data["sample"]
-            self.cluster.world.unheard.add(Window(self.launch.replica, sample - SAMPLES, sample))

@@ -116,7 +116,7 @@ class Schedule:
 
     @property
     def patience(self) -> float:
-        """Seconds after which a run that goes on does so for ever: each fault costs a window, a relaunch and a quorum."""
+        """Seconds after which a run that goes on does so for ever: a fault costs a window, a relaunch and a quorum."""
         windows = (self.outer_steps + len(self.faults)) * max(self.window_seconds)
         return 600.0 + windows + 150.0 * len(self.faults)
 

@@ -63,7 +63,7 @@ class World:
     unheard: set[Window] = field(default_factory=set)
     """Windows of which nobody could tell the controller that an outer step took them."""
     torn_steps: set[int] = field(default_factory=set)
-    """Outer steps that some have taken and others, who live, have not: if these go on without the former, they differ."""
+    """Outer steps that some have taken and others, who live, have not: these must not go on without the former."""
     forgetful: set[int] = field(default_factory=set)
     """Replicas that read their data from the beginning because their checkpoints are gone."""
     struck: set[Fault] = field(default_factory=set)

@@ -111,9 +111,9 @@ def test_replica_that_has_just_healed_keeps_the_run_going():
 
 
 @pytest.mark.xfail(strict=True, reason="the data position of who died in it must come with the outer step's state")
-@pytest.mark.parametrize("lossy", [False, True])
+@pytest.mark.parametrize("lossy", [False, True], ids=["in it", "right after it"])
 def test_window_of_a_replica_that_died_in_or_right_after_its_outer_step_is_not_read_again(lossy):
-    """Replica 1 has given its window when it dies; the others commit the outer step, or it could not say that it did."""
+    """Replica 1 gives its window and dies: in the outer step that the others take, or before it can say so."""
     moment = Moment.COMMITTED if lossy else Moment.OUTER_STEP
     assert broken(Schedule(faults=(Death(replica=1, moment=moment),), lossy=lossy, torn=2), known=True) == []
 
@@ -196,7 +196,7 @@ ONE_LATE = Schedule(window_seconds=(8.0, 9.0, 100.0))
         (_take_a_failed_replica_for_one_with_a_state, ALL_DEAD, "goes on for ever"),
         (_count_failures_for_ever, _dying(Moment.WINDOW, 1, 3), "in a row, not 0"),
         (_never_give_up, _dying(Moment.LAUNCH, *range(16)), "after 16 in a row"),
-        (_hold_nobody_at_the_end, ONE_LATE, "goes on for ever"),
+        (_hold_nobody_at_the_end, ONE_LATE, "end with different states"),
         (_help_nobody_at_the_end, _dying(Moment.COMMITTED, 4), "goes on for ever"),
     ],
 )
