@@ -256,8 +256,10 @@ class OuterStepCommitted(Report):
     """An outer step committed; the rank's data position belongs to it."""
 
     outer_step: int
+    batches: int
+    """Batches of its shard that the rank has drawn, in all of the replica's lives."""
     data: Any
-    """``state_dict()`` of the rank's dataloader."""
+    """``state_dict()`` of the rank's dataloader there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,8 +30,8 @@ class Launch:
     replica: int
     attempt: int
     action: Action
-    positions: dict[int, Any]
-    """Rank -> data position to go on from; empty where the replica begins anew or from its checkpoint."""
+    positions: dict[int, dict[int, Any]]
+    """Rank -> batches drawn -> state of its dataloader there; the state that it heals with says which counts."""
     lighthouse_attempt: int
 
 
@@ -46,6 +46,9 @@ class Replica(Protocol):
 
     async def announce_lighthouse(self, attempt: int) -> None:
         """Tell all ranks that the lighthouse will be restarted; those of a replica that does not run yet too."""
+
+    async def peer_gone(self, replica: int, attempt: int) -> None:
+        """Have no rank wait for this attempt of another replica any more."""
 
     async def release(self) -> None:
         """Let a replica that waits at the end leave."""
