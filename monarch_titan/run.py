@@ -233,6 +233,7 @@ class _Run:
             lighthouse=self._lighthouse_address,
             lighthouse_attempt=launch.lighthouse_attempt,
             hostname=self._job.hostname,
+            pause_seconds=self._config.monarch.recovery.pause_seconds,
         )
         return await ReplicaProcesses.launch(
             self._job.hosts(),

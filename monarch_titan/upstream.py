@@ -274,12 +274,18 @@ class QuorumClient:
     group only when the id changes, under a store prefix made of the id: after a restart an old group could pass for
     the new one. The controller announces each restart (``lighthouse_attempt``) before the new lighthouse exists, so
     that all ranks of all replicas shift the ids of the same quorum by the same amount.
+
+    Args:
+        formed: called with the names of a quorum's replicas before the manager connects with them; the manager keeps
+            them to itself.
     """
 
     IDS_PER_LIGHTHOUSE = 1_000_000
 
-    def __init__(self, manager: torchft.Manager, lighthouse_attempt: Callable[[], int]) -> None:
-        self._attempt = lighthouse_attempt
+    def __init__(
+        self, manager: torchft.Manager, lighthouse_attempt: Callable[[], int], formed: Callable[[list[str]], None]
+    ) -> None:
+        self._attempt, self._formed = lighthouse_attempt, formed
         self.quorum_id = 0
         self.heal = False
         self._client = manager._client
@@ -292,6 +298,8 @@ class QuorumClient:
         # After the answer: the lighthouse may have been restarted while we waited for it.
         quorum.quorum_id += self._attempt() * self.IDS_PER_LIGHTHOUSE
         self.quorum_id, self.heal = quorum.quorum_id, quorum.heal
+        # TorchFT makes each name unique with a suffix of its own.
+        self._formed([replica_id.partition(":")[0] for replica_id in quorum.replica_ids])
         return quorum
 
     def __getattr__(self, name: str) -> Any:

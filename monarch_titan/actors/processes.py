@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 from monarch.actor import Channel, HostMesh, MeshFailure, default_bootstrap_cmd
 from monarch.spmd import setup_torch_elastic_env_async
@@ -19,11 +19,9 @@ from monarch_titan.actors.forkserver import ForkServer
 from monarch_titan.actors.lighthouse import LighthouseActor
 from monarch_titan.actors.replica import ReplicaActor
 from monarch_titan.actors.trainer import TrainerLaunch
-from monarch_titan.actors.watch import watched
+from monarch_titan.actors.watch import awaited, watched
 from monarch_titan.config.sections import Lighthouse
 from monarch_titan.control.controller import Failure
-
-T = TypeVar("T")
 
 # Stopping a mesh with a frozen process takes Monarch 4 to 5 s; more than this means that it has lost track of it.
 STOP_SECONDS = 20.0
@@ -133,9 +131,12 @@ class ReplicaProcesses:
     async def announce_lighthouse(self, attempt: int) -> None:
         await self._unless_stopped(self._actor.announce_lighthouse.call_one(attempt))
 
+    async def peer_gone(self, replica: int, attempt: int) -> None:
+        await self._unless_stopped(self._actor.peer_gone.call_one(replica, attempt))
+
     async def _unless_stopped(self, call: Awaitable[None]) -> None:
         """Await a call, or the end of the processes that would have answered it."""
-        tasks = [asyncio.ensure_future(_awaited(call)), asyncio.create_task(self._stopped.wait())]
+        tasks = [asyncio.ensure_future(awaited(call)), asyncio.create_task(self._stopped.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -195,7 +196,7 @@ async def _while_alive(actor: Any, endpoint: Any) -> Any:
     """What an endpoint returns. Raises ProcessEnded as soon as the actor's process is gone, if it is on this host."""
     host, pid = await actor.process.call_one()
     with watched(pid) if host == socket.gethostname() else contextlib.nullcontext(asyncio.Event()) as ended:
-        call, end = asyncio.create_task(_awaited(endpoint.call_one())), asyncio.create_task(ended.wait())
+        call, end = asyncio.create_task(awaited(endpoint.call_one())), asyncio.create_task(ended.wait())
         try:
             await asyncio.wait([call, end], return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
@@ -207,13 +208,9 @@ async def _while_alive(actor: Any, endpoint: Any) -> Any:
             await asyncio.gather(call, end, return_exceptions=True)
 
 
-async def _awaited(call: Awaitable[T]) -> T:
-    return await call
-
-
 async def _stop(mesh: Any) -> None:
     with contextlib.suppress(Exception):  # it may be dead in any way; what must be gone is checked by the run's end
-        await asyncio.wait_for(_awaited(mesh.stop()), STOP_SECONDS)
+        await asyncio.wait_for(awaited(mesh.stop()), STOP_SECONDS)
 
 
 def _explained(error: Exception) -> str:

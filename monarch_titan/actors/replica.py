@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 from typing import Any
 
 from monarch.actor import Actor, Channel, MeshFailure, ProcMesh, concurrent_endpoint
 
 from monarch_titan import upstream
+from monarch_titan.actors.hangs import hung_rank
 from monarch_titan.actors.trainer import TrainerActor, TrainerLaunch
-from monarch_titan.actors.watch import watched
+from monarch_titan.actors.watch import awaited, watched
 from monarch_titan.control.controller import Failure
 from monarch_titan.control.events import ReplicaStarted
 
@@ -34,6 +36,8 @@ class ReplicaActor(Actor):
         self.mesh, self.launch, self.port = mesh, launch, port
         self.trainers: Any = None
         self.pids: dict[int, int] = {}
+        self.here: list[int] = []
+        """Ranks on this host."""
         self.process_died = asyncio.Event()
         self.dead_ranks: list[int] = []
         """Ranks of this host whose process is gone, in order."""
@@ -65,10 +69,10 @@ class ReplicaActor(Actor):
         )
         self.pids = pids
         with contextlib.ExitStack() as watches:
-            here = [rank for rank, (host, _) in processes.items() if host == socket.gethostname()]
+            self.here = [rank for rank, (host, _) in processes.items() if host == socket.gethostname()]
             waits = [
                 asyncio.create_task(self._wait_for_end(rank, watches.enter_context(watched(pids[rank]))))
-                for rank in here
+                for rank in self.here
             ]
             try:
                 return await self._train_all(list(processes))
@@ -78,15 +82,34 @@ class ReplicaActor(Actor):
 
     async def _train_all(self, ranks: list[int]) -> Failure | None:
         died = asyncio.create_task(self.process_died.wait())
+        hung = asyncio.create_task(hung_rank(self.trainers, ranks, self.launch.pause_seconds))
         trains = {asyncio.create_task(self._train(rank)): rank for rank in ranks}
-        pending: set[asyncio.Task[Any]] = {died, *trains}
-        while pending != {died}:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if task is died or task.result() is not None:
-                    return await self._failure(trains.get(task), None if task is died else task.result())
-        died.cancel()
-        return None
+        pending: set[asyncio.Task[Any]] = {died, hung, *trains}
+        try:
+            while not pending <= {died, hung}:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task is hung:
+                        return self._end_hung(*hung.result())
+                    if task is died or task.result() is not None:
+                        self._leave_quorum()
+                        return await self._failure(trains.get(task), None if task is died else task.result())
+            return None
+        finally:
+            died.cancel()
+            hung.cancel()
+
+    def _end_hung(self, rank: int | None, cause: str) -> Failure:
+        """Kill the ranks of this host now: a frozen process does not end when it is told to."""
+        for pid in (self.pids[known] for known in self.here):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return self._made(rank, cause)
+
+    def _leave_quorum(self) -> None:
+        """Have the lighthouse see at once that this replica is gone."""
+        self.leaving = asyncio.ensure_future(awaited(self.trainers.leave_quorum.call()))
+        self.leaving.add_done_callback(lambda left: left.cancelled() or left.exception())
 
     async def _train(self, rank: int) -> str | None:
         try:
@@ -130,3 +153,8 @@ class ReplicaActor(Actor):
         self.launch = dataclasses.replace(self.launch, lighthouse_attempt=attempt)  # for trainers yet to come
         if self.trainers is not None:
             await self.trainers.announce_lighthouse.call(attempt)
+
+    @concurrent_endpoint
+    async def peer_gone(self, replica: int, attempt: int) -> None:
+        if self.trainers is not None:
+            await self.trainers.peer_gone.call(replica, attempt)

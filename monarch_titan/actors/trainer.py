@@ -30,11 +30,13 @@ class TrainerLaunch:
     """Step of the checkpoint to go on from, if any."""
     lacks_part: bool
     """Whether its peers go on from a checkpoint of which it has no part."""
-    positions: dict[int, Any]
-    """Rank -> data position to go on from."""
+    positions: dict[int, dict[int, Any]]
+    """Rank -> batches drawn -> state of its dataloader there."""
     lighthouse: str
     lighthouse_attempt: int
     hostname: str
+    pause_seconds: float
+    """Longest time that a rank may give no sign of life until it says something else."""
 
     def log(self, rank: int) -> Path:
         """Where a rank's output goes."""
@@ -81,6 +83,25 @@ class TrainerActor(Actor):
         if self.context is not None:
             self.context.lighthouse_attempt = attempt
 
+    @concurrent_endpoint
+    async def sign(self) -> Any:
+        """A sign of life, training.progress.Sign; None as long as the libraries are being loaded."""
+        return None if self.context is None else self.context.progress.sign()
+
+    @concurrent_endpoint
+    async def leave_quorum(self) -> None:
+        """The replica has failed and must not look alive to the lighthouse until all its processes are gone."""
+        if self.context is not None and self.context.leave_quorum is not None:
+            await asyncio.to_thread(self.context.leave_quorum)
+
+    @concurrent_endpoint
+    async def peer_gone(self, replica: int, attempt: int) -> None:
+        """Wait for this attempt of another replica no more."""
+        if self.context is not None:
+            from monarch_titan.training.members import member_name
+
+            self.context.members.gone(member_name(replica, attempt))
+
     def _train(self) -> str | None:
         self._redirect_output()
         try:
@@ -108,6 +129,7 @@ class TrainerActor(Actor):
         from torchtitan.tools.logging import init_logger
 
         import monarch_titan.actors.preload  # noqa: F401
+        from monarch_titan.training.progress import Progress
         from monarch_titan.training.replica import ReplicaContext
 
         init_logger()
@@ -127,7 +149,8 @@ class TrainerActor(Actor):
             report=self.port.send,
             load_step=self.launch.load_step,
             lacks_part=self.launch.lacks_part,
-            data=self.launch.positions.get(self.rank),
+            positions=self.launch.positions.get(self.rank, {}),
+            progress=Progress(config.monarch.recovery),
         )
         return config.build(context=self.context)
 

@@ -1,11 +1,14 @@
-"""Notices at once when a process of this host ends, also one that is not a child."""
+"""Waits: for the end of a process of this host, also one that is not a child, and for Monarch's calls as tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import Generator
+from collections.abc import Awaitable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -33,3 +36,8 @@ def watched(pid: int) -> Generator[asyncio.Event]:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+async def awaited(call: Awaitable[T]) -> T:
+    """A coroutine, as asyncio's tasks want it, of a call that Monarch gives as another kind of awaitable."""
+    return await call

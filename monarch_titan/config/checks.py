@@ -110,6 +110,8 @@ def _check_monarch(config: MonarchTrainer.Config) -> None:
     rule = f"be between 1 and max_failures ({recovery.max_failures})"
     require(1 <= recovery.respawns <= recovery.max_failures, f"{path}.respawns", rule, recovery.respawns)
     at_least(0, recovery, path, "backoff_seconds", "max_backoff_seconds", "commit_retries")
+    positive(recovery, path, "hang_seconds", "pause_seconds")
+    at_least(1, recovery, path, "hang_steps")
 
 
 def _check_fault_tolerance(config: MonarchTrainer.Config) -> None:

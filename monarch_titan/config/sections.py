@@ -68,7 +68,7 @@ class FaultTolerance:
 class Lighthouse:
     """TorchFT's quorum server."""
 
-    heartbeat_timeout_ms: int = 5_000
+    heartbeat_timeout_ms: int = 1_000
     """A replica that is silent for longer is left out of the next quorum. Survivors wait this long for a peer that
     died without a trace; shorter is riskier on a machine that is busy enough to delay heartbeats."""
 

@@ -41,6 +41,8 @@ class Seal:
     outer_step: int
     state: str
     """Hash of the rank's global parameters."""
+    batches: int
+    """That the rank had drawn of its shard."""
     files: dict[str, tuple[int, str]]
     """Name -> size in bytes and SHA-256."""
 

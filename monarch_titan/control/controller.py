@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
 from monarch_titan.control.events import (
     Event,
@@ -27,8 +27,8 @@ from monarch_titan.control.recovery import Action, RecoveryPolicy
 
 __all__ = ["Controller", "Failure", "Launch", "LighthouseServer", "Replica", "RunFailed"]
 
-# A replica that is told of a new lighthouse answers at once or is failing.
-ANNOUNCE_SECONDS = 5.0
+# A replica that is told something answers at once or is failing.
+TELL_SECONDS = 5.0
 
 
 class RunFailed(RuntimeError):
@@ -76,7 +76,7 @@ class Controller:
             self._members[replica].has_state = False
         self._changes = Changes()
         self._end = Finish(self._members, self._changes)
-        self._ledger = DataLedger(ranks_per_replica)
+        self._ledger = DataLedger()
         # (outer step, rank) -> replica -> hashes, of replicas that live.
         self._states: dict[tuple[int, int], dict[int, tuple[str, str]]] = {}
         self._lighthouse_attempt = 0
@@ -119,8 +119,8 @@ class Controller:
     def _receive_report(self, report: Report) -> None:
         member = self._members[report.replica]
         if isinstance(report, OuterStepCommitted):
-            # Also of an attempt that has just failed: the global parameters have seen these samples.
-            self._ledger.record(report.replica, report.attempt, report.rank, report.outer_step, report.data)
+            # Also of an attempt that has just failed.
+            self._ledger.record(report.replica, report.rank, report.batches, report.data)
         if report.attempt != member.attempt:
             return
         member.take(report)
@@ -151,8 +151,7 @@ class Controller:
             replica=member.replica_id,
             attempt=member.attempt,
             action=action,
-            # A checkpoint knows the position that belongs to it.
-            positions=self._positions(member),
+            positions=self._ledger.positions(member.replica_id),
             lighthouse_attempt=self._lighthouse_attempt,
         )
         replica = None
@@ -171,12 +170,13 @@ class Controller:
         finally:
             member.replica = None
             if replica is not None:
-                await _to_its_end(replica.stop())
+                await _to_its_end(asyncio.gather(replica.stop(), self._tell_peers(member, launch.attempt)))
 
-    def _positions(self, member: Member) -> dict[int, Any]:
-        """Rank -> data position that belongs to the state which a peer will give."""
-        outer_steps = [peer.outer_step for peer in self._members if peer.has_state]
-        return self._ledger.positions(member.replica_id, max(outer_steps)) if outer_steps else {}
+    async def _tell_peers(self, member: Member, attempt: int) -> None:
+        """Have nobody wait for an attempt that is over."""
+        peers = [peer.replica for peer in self._members if peer is not member and peer.replica is not None]
+        if not self._released:
+            await _tell(peer.peer_gone(member.replica_id, attempt) for peer in peers)
 
     def _heals(self) -> bool:
         """Whether a replica that is launched now can take the state of a peer."""
@@ -266,11 +266,15 @@ class Controller:
             lighthouse = await self._new_lighthouse()
 
     async def _announce_lighthouse(self, replicas: Sequence[Replica]) -> None:
-        """Tell replicas of the newest attempt. One that cannot be told is failing, and its supervision sees why."""
-        calls = [replica.announce_lighthouse(self._lighthouse_attempt) for replica in replicas]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANNOUNCE_SECONDS):
-                await asyncio.gather(*calls, return_exceptions=True)
+        """Tell replicas of the newest attempt."""
+        await _tell(replica.announce_lighthouse(self._lighthouse_attempt) for replica in replicas)
+
+
+async def _tell(calls: Iterable[Awaitable[None]]) -> None:
+    """Await calls to replicas. One that cannot be told is failing, and its supervision sees why."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(TELL_SECONDS):
+            await asyncio.gather(*calls, return_exceptions=True)
 
 
 def _in_a_line(error: Exception) -> str:

@@ -250,8 +250,8 @@ class QuorumRequested(Report):
 class QuorumFormed(Report):
     """This rank has its quorum."""
 
-    outer_step: int | None = None
-    """The last one of the state that it has to give, its own or one that it has just taken; None without a state."""
+    has_state: bool
+    """Whether it has a state to give, its own or one that it has just taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,8 +259,10 @@ class OuterStepCommitted(Report):
     """An outer step committed; the rank's data position belongs to it."""
 
     outer_step: int
+    batches: int
+    """Batches of its shard that the rank has drawn, in all of the replica's lives."""
     data: Any
-    """``state_dict()`` of the rank's dataloader."""
+    """``state_dict()`` of the rank's dataloader there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,8 +30,8 @@ class Launch:
     replica: int
     attempt: int
     action: Action
-    positions: dict[int, Any]
-    """Rank -> data position to go on from; empty where the replica begins anew or from its checkpoint."""
+    positions: dict[int, dict[int, Any]]
+    """Rank -> batches drawn -> state of its dataloader there; the state that it heals with says which counts."""
     lighthouse_attempt: int
 
 
@@ -46,6 +46,9 @@ class Replica(Protocol):
 
     async def announce_lighthouse(self, attempt: int) -> None:
         """Tell all ranks that the lighthouse will be restarted; those of a replica that does not run yet too."""
+
+    async def peer_gone(self, replica: int, attempt: int) -> None:
+        """Have no rank wait for this attempt of another replica any more."""
 
     async def release(self) -> None:
         """Let a replica that waits at the end leave."""
@@ -67,8 +70,6 @@ class Member:
     step: int = 0
     has_state: bool = True
     """Whether a peer can heal from it: true from the start and again once it has caught up."""
-    outer_step: int = 0
-    """The newest one that its state is known to hold."""
     lost: bool = False
     attending: bool = False
     """Whether it was sent into a quorum, held as it is, and is not back."""
@@ -97,23 +98,19 @@ class Member:
             case QuorumFormed():
                 self.asking.discard(report.rank)
                 # Two replicas that need a state can form a quorum, and ask again.
-                if report.outer_step is not None:
+                if report.has_state:
                     self.with_state.add(report.rank)
-                    self.outer_step = max(self.outer_step, report.outer_step)
                 self.has_state = self.has_state or len(self.with_state) == self.ranks
             case OuterStepCommitted():
                 self.has_state = True
-                self.outer_step = max(self.outer_step, report.outer_step)
             case TrainerFinished():
                 self.has_state = True
-                self.outer_step = max(self.outer_step, report.outer_step)
                 self.finished[report.rank] = report
 
     def end_attempt(self) -> None:
         """Forget the attempt that has just failed; what it still reports is of the past from now on."""
         self.attempt += 1
         self.has_state = False
-        self.outer_step = 0
         self.with_state.clear()
         self.asking.clear()
         self.finished.clear()

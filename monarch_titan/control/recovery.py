@@ -36,6 +36,16 @@ class RecoveryPolicy:
     commit_retries: int = 3
     """Outer steps in a row that may fail to commit before the trainer stops with the cause."""
 
+    hang_seconds: float = 10.0
+    """A rank that gives no sign of life for this long has hung, unless its steps take long."""
+
+    hang_steps: float = 10.0
+    """A step that takes this many times as long as the longest of the last 100 has hung, and so has a rank that gives
+    no sign of life for that long; ``hang_seconds`` where that is more."""
+
+    pause_seconds: float = 600.0
+    """Longest time for what has no usual length: starting until the end of the first step, saving, validating."""
+
     def next(self, failures: int) -> Action:
         """The action after this many failures in a row (1 or more)."""
         if failures >= self.max_failures:

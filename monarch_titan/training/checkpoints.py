@@ -26,7 +26,6 @@ from torchtitan.components.checkpointer import DATALOADER, CheckpointManager
 
 from monarch_titan import upstream
 from monarch_titan.control.checkpoints import Seal, read_seal, seal_path, step_folder
-from monarch_titan.control.events import OuterStepCommitted
 
 if TYPE_CHECKING:
     from monarch_titan.training.replica import ReplicaContext
@@ -65,23 +64,30 @@ class ReplicaCheckpoints(CheckpointManager):
             self._load_from(step_folder(Path(self.folder), self._context.load_step), part)
         self.states[REPLICA] = part
 
+    @property
+    def _reads_on(self) -> bool:
+        return DATALOADER not in self.exclude_from_loading
+
+    def resume_data(self) -> int:
+        """Have the dataloader stand where the checkpoint's does; batches drawn before that."""
+        if not self.enable or not self._context.load_step or not self._reads_on:
+            return 0
+        folder = step_folder(Path(self.folder), self._context.load_step)
+        if self._heals:  # else TorchTitan has done it
+            dcp.load({DATALOADER: self.trainer.dataloader}, checkpoint_id=str(folder))
+        return read_seal(folder, dist.get_rank()).batches
+
     def _load_from(self, folder: Path, part: _Part) -> None:
-        trainer, context = self.trainer, self._context
-        reads_on = DATALOADER not in self.exclude_from_loading
         if self._heals:
-            # Its peers have all but its place in the data, which it may have had no time to report.
-            if reads_on and context.data is None:
-                dcp.load({DATALOADER: trainer.dataloader}, checkpoint_id=str(folder))
             return
-        seal = read_seal(folder, 0)
-        part.expect(seal)
+        membership, seal = self.trainer.membership, read_seal(folder, 0)
+        part.expect(seal, self._reads_on)
         with torch.no_grad():
             dcp.load({REPLICA: part}, checkpoint_id=str(folder))
         self._random = part.random
-        if trainer.membership is not None and reads_on:
+        if membership is not None and self._reads_on:
             # A replica that dies before its next outer step goes on from here.
-            position = trainer.dataloader.state_dict()
-            context.report(OuterStepCommitted(**context.ids(), outer_step=seal.outer_step, data=position))
+            membership.report_position(seal.outer_step)
 
     @property
     def _context(self) -> ReplicaContext:
@@ -138,12 +144,15 @@ class ReplicaCheckpoints(CheckpointManager):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         outer_step = membership.manager.current_step() if membership is not None else 0
         state = membership.sync.digest() if membership is not None else ""
+        batches = membership.batches.drawn if membership is not None else 0
 
         def seal() -> None:
             names = sorted(path.name for path in folder.glob(f"__{rank}_*")) + [".metadata"] * (rank == 0)
-            Seal.of(
-                *(folder, names), rank=rank, ranks=ranks, replicas=replicas, outer_step=outer_step, state=state
-            ).write(folder)
+            seal = Seal.of(
+                *(folder, names), rank=rank, ranks=ranks, replicas=replicas, outer_step=outer_step, state=state,
+                batches=batches,
+            )  # fmt: skip
+            seal.write(folder)
 
         return seal
 
@@ -153,12 +162,13 @@ class _Part:
 
     def __init__(self, trainer: MonarchTrainer) -> None:
         self._trainer = trainer
-        self._same_ranks = True
+        self._same_ranks = self._reads_on = True
         self.random: bytes | None = None
         """Of this rank, as loaded."""
 
-    def expect(self, seal: Seal) -> None:
-        """Have ``state_dict`` give what that checkpoint has."""
+    def expect(self, seal: Seal, reads_on: bool) -> None:
+        """Have ``state_dict`` give what that checkpoint has and is to be loaded: not the data's place, if not so."""
+        self._reads_on = reads_on
         # Random number generators are a rank's own: other ranks begin with fresh ones.
         self._same_ranks = seal.ranks == dist.get_world_size()
         if self._trainer.membership is not None:
@@ -170,15 +180,19 @@ class _Part:
             state["random"] = {f"rank_{dist.get_rank()}": random_state()}
         if (membership := self._trainer.membership) is not None:
             state |= {"manager": membership.manager.state_dict(), "sync": membership.sync.state_dict()}
+            if self._reads_on:
+                state["batches"] = membership.seen.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._same_ranks:
             self.random = state["random"][f"rank_{dist.get_rank()}"]
-        self._same_ranks = True  # for what is saved from now on
         if (membership := self._trainer.membership) is not None:
+            if self._reads_on:
+                membership.seen.load_state_dict(state["batches"])
             membership.manager.load_state_dict(state["manager"])
             membership.sync.load_state_dict(state["sync"])
+        self._same_ranks = self._reads_on = True  # for what is saved from now on
 
 
 @dataclass(frozen=True, slots=True)

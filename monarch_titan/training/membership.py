@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from monarch_titan.control.events import OuterStep, OuterStepCommitted, ReplicaState
 from monarch_titan.training import healing
-from monarch_titan.training.gradients import CommittedOptimizers, GradientSync
+from monarch_titan.training.batches import Batches, SeenBatches
+from monarch_titan.training.gradients import GradientSync
 from monarch_titan.training.outer import Outcome, OuterSync
 from monarch_titan.training.quorum import ReplicaManager
 from monarch_titan.training.replica import ReplicaContext, digest
@@ -22,21 +23,25 @@ class Membership:
         trainer: knows its model, optimizers and dataloader, and has loaded its checkpoint if there is one.
         manager: made before the model, so that peers see the replica come.
         context: the replica's place in the run.
+        drawn: batches of its shard that come before where the dataloader stands.
     """
 
-    def __init__(self, trainer: MonarchTrainer, manager: ReplicaManager, context: ReplicaContext) -> None:
+    def __init__(self, trainer: MonarchTrainer, manager: ReplicaManager, context: ReplicaContext, drawn: int) -> None:
         self.trainer, self.manager, self.context = trainer, manager, context
         self.committed = False
         """Whether the inner step that has just ended was the last of a window, and its outer step committed."""
         healing.register(manager, trainer)
+        config = trainer.config
+        self.seen = SeenBatches(config.monarch.num_replicas, context.replica)
+        manager.register_state_dict_fn("batches", self.seen.load_state_dict, self.seen.state_dict)
+        self.batches = Batches(trainer.dataloader, drawn, context.positions)
+        self.batches.through(lambda: trainer.batch_generator(trainer.dataloader))
+        parts, batches, seen = trainer.model_parts, self.batches, self.seen
         self.sync: OuterSync | GradientSync
-        if trainer.config.fault_tolerance.semi_sync_method == "none":
-            self.sync = GradientSync(manager, trainer.model_parts)
-            trainer.optimizers = CommittedOptimizers(trainer.optimizers, self.sync)
+        if config.fault_tolerance.semi_sync_method == "none":
+            self.sync = GradientSync(manager, parts, batches, seen, self.report)
         else:
-            self.sync = OuterSync(manager, trainer.model_parts, trainer.config.fault_tolerance)
-        if context.data is not None:
-            trainer.dataloader.load_state_dict(context.data)
+            self.sync = OuterSync(manager, parts, config.fault_tolerance, batches, seen, self.report)
 
     def catch_up(self) -> None:
         """Join the peers' next outer step at once, rather than train a window that healing throws away.
@@ -45,7 +50,7 @@ class Membership:
         quorum before the first one heals.
         """
         if self.manager.needs_state and isinstance(self.sync, OuterSync):
-            self.report(self.sync.join())
+            self.sync.join()
             self.trainer.checkpointer.save(self.trainer.step)  # as its peers do at this step
 
     def begin_step(self) -> None:
@@ -53,21 +58,19 @@ class Membership:
         self.sync.begin_step()
 
     def end_backward(self) -> None:
-        """After the last backward pass of a step."""
+        """After the last backward pass of a step. Raises Overtaken when the step is to be taken anew."""
         if isinstance(self.sync, GradientSync):
             self.sync.average()
 
     def end_step(self) -> None:
-        if (outcome := self.sync.end_step()) is not None:
-            self.report(outcome)
+        self.sync.end_step()
 
     def report(self, outcome: Outcome) -> None:
         """Tell the controller how an outer step ended, and where the data stands when it committed."""
         context, outer_step = self.context, self.manager.current_step()
         self.committed = outcome.committed
         if outcome.committed:
-            position = self.trainer.dataloader.state_dict()
-            context.report(OuterStepCommitted(**context.ids(), outer_step=outer_step, data=position))
+            self.report_position(outer_step)
             if self.trainer.config.monarch.check_replicas == "outer_step":
                 context.report(self.state())
         if context.rank == 0:
@@ -84,6 +87,12 @@ class Membership:
                     error=None if outcome.committed else self.manager.why_not(),
                 )
             )
+
+    def report_position(self, outer_step: int) -> None:
+        """Have the controller know where the data stands, for a later life of this replica."""
+        data = self.batches.mark()
+        ids = self.context.ids()
+        self.context.report(OuterStepCommitted(**ids, outer_step=outer_step, batches=self.batches.drawn, data=data))
 
     def state(self) -> ReplicaState:
         """Hashes of what must be equal between replicas, and of what a healed replica must have taken from a peer."""

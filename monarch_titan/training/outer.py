@@ -3,7 +3,7 @@
 DiLoCo (https://arxiv.org/abs/2311.08105). With g the global parameters of the last outer step and p_i those of replica
 i after its inner steps, each replica gives the pseudo-gradient d_i = g - p_i, and
 
-    d = sum_i(w_i d_i) / sum_i(w_i)        one all-reduce of a flat buffer, weights at its end
+    d = sum_i(w_i d_i) / sum_i(w_i)        one all-reduce of a flat buffer, weights and counts of batches at its end
     g <- outer_optimizer(g, d)             SGD, learning rate 0.7, Nesterov momentum 0.9
     p_i <- g
 
@@ -12,13 +12,16 @@ w_i is 1, or 0 for a replica that has just healed: its parameters are a copy of 
 
 With F fragments (https://arxiv.org/abs/2501.18512) one of them takes its turn every ``sync_steps / F`` steps. The
 flat buffer is float32, and so are the global parameters, which live on the parameters' device next to the momentum:
-12 bytes a parameter and rank shard during an outer step, 8 between two. A step that fails leaves g as it was, and the
-window's work is lost.
+12 bytes a parameter and rank shard during an outer step, 8 between two.
+
+An attempt that fails because a peer was lost in it leaves g and p_i as they were: the next one, among those who live,
+takes the same pseudo-gradients, and nobody loses a window.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +32,9 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from monarch_titan.training.replica import digest, host_copy, local, shard_like
 
 if TYPE_CHECKING:
-    from torchft import Manager
-
     from monarch_titan.config.sections import FaultTolerance
+    from monarch_titan.training.batches import Batches, SeenBatches
+    from monarch_titan.training.quorum import ReplicaManager
 
 OUTER_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "diloco": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
@@ -69,20 +72,20 @@ class Fragment:
         self.contributes = True
         """False from healing until this fragment's next turn: its window is not this replica's own."""
 
-    def pseudo_gradient(self) -> torch.Tensor:
-        """Flat float32 buffer (numel + 1): the weighted pseudo-gradient of all parameters, then the weight."""
-        buffer = torch.zeros(self.numel + 1, dtype=torch.float32, device=self._device)
+    def pseudo_gradient(self, extra: int = 0) -> torch.Tensor:
+        """Flat float32 buffer (numel + 1 + extra): the weighted pseudo-gradient of all parameters, weight, zeros."""
+        buffer = torch.zeros(self.numel + 1 + extra, dtype=torch.float32, device=self._device)
         if self.contributes:
             for view, globals_, parameter in zip(self._views(buffer), self.globals, self._parameters, strict=True):
                 torch.sub(globals_, local(parameter), out=view)
-            buffer[-1] = 1.0
+            buffer[self.numel] = 1.0
         return buffer
 
     def step(self, buffer: torch.Tensor) -> None:
         """Move the global parameters along the summed ``buffer``; nothing to learn from where all weights were 0."""
         if self.optimizer is None:
             return
-        buffer[:-1] /= buffer[-1].clamp(min=1.0)
+        buffer[: self.numel] /= buffer[self.numel].clamp(min=1.0)
         for view, globals_ in zip(self._views(buffer), self.globals, strict=True):
             globals_.grad = view
         self.optimizer.step()
@@ -160,10 +163,21 @@ class OuterSync:
     Args:
         manager: TorchFT's manager, with synchronous quorum.
         model_parts: the modules whose parameters are synchronised; tied parameters once.
+        batches: where this rank is in its data.
+        seen: how far the global parameters are in everybody's.
+        report: told how an attempt ended.
     """
 
-    def __init__(self, manager: Manager, model_parts: list[torch.nn.Module], config: FaultTolerance) -> None:
-        self._manager = manager
+    def __init__(
+        self,
+        manager: ReplicaManager,
+        model_parts: list[torch.nn.Module],
+        config: FaultTolerance,
+        batches: Batches,
+        seen: SeenBatches,
+        report: Callable[[Outcome], None],
+    ) -> None:
+        self._manager, self._batches, self._seen, self._report = manager, batches, seen, report
         # named_parameters() gives a tied parameter once; pipeline stages on one rank never share any.
         parameters: list[tuple[str, torch.Tensor]] = [
             (canonical_fqn(name), parameter) for model in model_parts for name, parameter in model.named_parameters()
@@ -180,32 +194,47 @@ class OuterSync:
     def begin_step(self) -> None:
         """Nothing: replicas are alone inside a window."""
 
-    def end_step(self) -> Outcome | None:
-        """Count an inner step; the outcome of the outer step when this was the last of its window."""
+    def end_step(self) -> None:
+        """Count an inner step, and take an outer one when it was the last of its window."""
         self._steps += 1
-        return self.join() if self._steps >= self.interval else None
+        if self._steps >= self.interval:
+            self.join()
 
-    def join(self) -> Outcome:
-        """Take an outer step with whoever is in the next quorum, now."""
-        self._steps = 0
+    def join(self) -> None:
+        """Take an outer step with the peers now, with as many attempts as it needs; the manager raises NeverCommits."""
+        with self._manager.waiting():
+            while not self._attempt():
+                pass
+
+    def _attempt(self) -> bool:
+        """One attempt with whoever is in the next quorum. Nothing is lost if it does not commit."""
         self._manager.start_quorum()
         begin = time.monotonic()
+        if self._manager.healed:
+            self._batches.go_to(self._seen.own)
         # After the quorum: healing changes the outer step, and with it whose turn it is.
         fragment = self.fragments[self._manager.current_step() % len(self.fragments)]
         contributed = fragment.contributes
-        buffer = fragment.pseudo_gradient()
+        buffer = fragment.pseudo_gradient(extra=self._seen.size)
+        tail = buffer[-self._seen.size :]
+        self._seen.write(tail, self._batches.drawn)
         self._manager.allreduce(buffer, reduce_op=ReduceOp.SUM).wait()
         committed = self._manager.should_commit()
         if committed:
+            self._steps = 0
+            self._seen.read(tail)
             fragment.step(buffer)
-        fragment.restore()
-        return Outcome(
-            committed=committed,
-            contributed=contributed,
-            participants=self._manager.num_participants(),
-            bytes=buffer.numel() * buffer.element_size(),
-            seconds=time.monotonic() - begin,
+            fragment.restore()
+        self._report(
+            Outcome(
+                committed=committed,
+                contributed=contributed,
+                participants=self._manager.num_participants(),
+                bytes=buffer.numel() * buffer.element_size(),
+                seconds=time.monotonic() - begin,
+            )
         )
+        return committed
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the model: where the window is, global parameters and momentum."""

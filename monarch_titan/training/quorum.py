@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from datetime import timedelta
@@ -12,6 +13,8 @@ from torchtitan.components.dataloader import DataloaderExhaustedError
 from monarch_titan import upstream
 from monarch_titan.config.sections import FaultTolerance, Monarch
 from monarch_titan.control.events import Quorum, QuorumFormed, QuorumRequested
+from monarch_titan.training.groups import process_group
+from monarch_titan.training.members import member_name
 from monarch_titan.training.replica import ReplicaContext
 
 logger = logging.getLogger(__name__)
@@ -38,15 +41,6 @@ class NeverCommits(RuntimeError):
     """Outer steps failed to commit too often in a row."""
 
 
-def process_group(config: FaultTolerance) -> torchft.ProcessGroup:
-    """The group across replicas, empty until the first quorum configures it."""
-    backend = config.process_group
-    if backend == "auto":
-        backend = "gloo" if upstream.accelerator() is None else "nccl"
-    kind = torchft.ProcessGroupGloo if backend == "gloo" else torchft.ProcessGroupNCCL
-    return kind(timeout=timedelta(milliseconds=config.process_group_timeout_ms))
-
-
 class ReplicaManager(torchft.Manager):
     """Keeps this replica in quorum with its peers, and in no quorum without their state.
 
@@ -57,7 +51,7 @@ class ReplicaManager(torchft.Manager):
     def __init__(self, fault_tolerance: FaultTolerance, monarch: Monarch, context: ReplicaContext) -> None:
         timeout = timedelta(milliseconds=fault_tolerance.process_group_timeout_ms)
         super().__init__(
-            pg=process_group(fault_tolerance),
+            pg=process_group(fault_tolerance, context.members),
             load_state_dict=None,
             state_dict=None,
             min_replica_size=monarch.live_replicas_needed,
@@ -66,7 +60,7 @@ class ReplicaManager(torchft.Manager):
             quorum_timeout=timedelta(seconds=monarch.quorum_timeout_seconds),
             connect_timeout=timeout,
             lighthouse_addr=context.lighthouse,
-            replica_id=f"replica_{context.replica}",
+            replica_id=member_name(context.replica, context.attempt),
             hostname=context.hostname,
             # All replicas start from one seed or one checkpoint. TorchFT's own way would throw away the first window
             # of every replica but one.
@@ -74,7 +68,7 @@ class ReplicaManager(torchft.Manager):
             quorum_retries=LIGHTHOUSE_RETRIES,
         )
         self.context = context
-        self.client = upstream.QuorumClient(self, lambda: context.lighthouse_attempt)
+        self.client = upstream.QuorumClient(self, lambda: context.lighthouse_attempt, context.members.enter)
         self.held = False
         """Whether this replica has trained all steps and only helps others."""
         self.needs_state = monarch.num_replicas > 1 and (context.attempt > 0 or context.lacks_part)
@@ -89,6 +83,10 @@ class ReplicaManager(torchft.Manager):
         self.register_state_dict_fn("held", self._note_peer, lambda: self.held)
         if self.needs_state:
             self.load_state_dict({"step": NEEDS_STATE, "batches_committed": 0})
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Around what takes as long as the peers let it take."""
+        return self.context.progress.waiting()
 
     def _note_peer(self, held: bool) -> None:
         """Called by TorchFT as the first of the state functions when a peer's state is applied."""
@@ -128,8 +126,7 @@ class ReplicaManager(torchft.Manager):
             # Our peers count on us in their next collective: fail now rather than let them wait.
             raise RuntimeError(f"could not take the state of a peer: {_last_line(self.errored())}")
         if not self.held:
-            has_state = self.healed or not self.needs_state
-            self.context.report(QuorumFormed(**ids, outer_step=self.current_step() if has_state else None))
+            self.context.report(QuorumFormed(**ids, has_state=self.healed or not self.needs_state))
         if self.context.rank == 0:
             self.context.report(
                 Quorum(

@@ -13,6 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from monarch_titan.control.events import Event, Report
+from monarch_titan.control.recovery import RecoveryPolicy
+from monarch_titan.training.members import Members
+from monarch_titan.training.progress import Progress
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,8 +36,14 @@ class ReplicaContext:
     """Step of the checkpoint to go on from, if any."""
     lacks_part: bool = False
     """Whether its peers go on from a checkpoint of which it has no part."""
-    data: Any = None
-    """Dataloader state of the last outer step that this replica committed, if any."""
+    positions: dict[int, Any] = field(default_factory=dict)
+    """Batches drawn -> state of the dataloader there, of earlier lives."""
+    progress: Progress = field(default_factory=lambda: Progress(RecoveryPolicy()))
+    """What the training thread is doing."""
+    members: Members = field(default_factory=Members)
+    """Those of the present quorum, told of peers that are gone."""
+    leave_quorum: Callable[[], None] | None = None
+    """Called from another thread to end the heartbeats of a replica that has failed; None before it is in quorum."""
     commands: queue.SimpleQueue[Future[None] | None] = field(default_factory=queue.SimpleQueue)
     """While held at the end: a future means attend one more quorum and then set it, None means leave."""
 

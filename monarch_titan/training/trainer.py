@@ -6,6 +6,7 @@ through the methods that it calls.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -26,6 +27,7 @@ from monarch_titan.config.sections import Base, FaultTolerance, Monarch
 from monarch_titan.control.events import Step, TrainerFinished
 from monarch_titan.training import cpu
 from monarch_titan.training.checkpoints import ReplicaCheckpoints, of_replica
+from monarch_titan.training.gradients import Overtaken
 from monarch_titan.training.membership import Membership
 from monarch_titan.training.quorum import PeersFinished, ReplicaManager
 from monarch_titan.training.replica import ReplicaContext
@@ -84,6 +86,7 @@ class MonarchTrainer(Trainer):
         config = self.config
         if self.context is not None and config.fault_tolerance.enable:
             self.manager = ReplicaManager(config.fault_tolerance, config.monarch, self.context)
+            self.context.leave_quorum = functools.partial(self.manager.shutdown, wait=False)
         config.model_spec.parallelize_fn = self._rebound(config.model_spec.parallelize_fn)
         return dims
 
@@ -109,10 +112,12 @@ class MonarchTrainer(Trainer):
         """TorchTitan's condition; its first call comes after a checkpoint was loaded and joins the peers."""
         if not self._joined:
             self._joined = True
+            checkpoints = self.checkpointer if isinstance(self.checkpointer, ReplicaCheckpoints) else None
             if self.manager is not None and self.context is not None:
-                self.membership = Membership(self, self.manager, self.context)
-            if isinstance(self.checkpointer, ReplicaCheckpoints):
-                self.checkpointer.join()
+                drawn = checkpoints.resume_data() if checkpoints is not None else 0
+                self.membership = Membership(self, self.manager, self.context, drawn)
+            if checkpoints is not None:
+                checkpoints.join()
             if self.membership is not None:
                 try:
                     self.membership.catch_up()
@@ -143,17 +148,28 @@ class MonarchTrainer(Trainer):
 
     def train_step(self, data_iterator: Any) -> None:
         """One inner step, and the outer step when it completes a window."""
-        self._micro_batches = 0
-        if self.membership is not None:
-            self.membership.begin_step()
-        super().train_step(data_iterator)
+        with self.context.progress.step() if self.context is not None else contextlib.nullcontext():
+            if self.membership is None:
+                super().train_step(data_iterator)
+            else:
+                self._member_step(self.membership)
         if not self._stepped:
             self._stepped = True
             # TorchTitan does this after the step that follows the loaded one, a number that healing changes.
             timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
             dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
-        if self.membership is not None:
-            self.membership.end_step()
+
+    def _member_step(self, membership: Membership) -> None:
+        committed = False
+        while not committed:
+            self._micro_batches = 0
+            membership.begin_step()
+            try:
+                super().train_step(membership.batches)
+            except Overtaken:
+                continue
+            committed = True
+            membership.end_step()
 
     def train(self) -> None:
         """Train all steps, then wait for the peers: whoever lags behind can only heal from those who stay."""
@@ -161,12 +177,13 @@ class MonarchTrainer(Trainer):
         if self.context is None:
             return
         self._report_finished(self.context)
-        while (attended := self.context.commands.get()) is not None:
-            try:
-                if self.manager is not None and self.manager.attend():
-                    self._report_finished(self.context)
-            finally:
-                attended.set_result(None)
+        with self.context.progress.waiting():
+            while (attended := self.context.commands.get()) is not None:
+                try:
+                    if self.manager is not None and self.manager.attend():
+                        self._report_finished(self.context)
+                finally:
+                    attended.set_result(None)
 
     def _report_finished(self, context: ReplicaContext) -> None:
         outer_step, state = 0, ""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from monarch_titan.config_registry import llama3_debug_diloco
 from monarch_titan.training.data import LocalTextDataLoader
+from monarch_titan.training.groups import LosableGloo
 from monarch_titan.training.trainer import MonarchTrainer
 
 
@@ -21,6 +27,10 @@ class FaultyDataLoader(LocalTextDataLoader):
         """The shard that raises; a shard is a rank of a replica, counted over all replicas."""
         fail_batch: int = 0
         """Batches before it raises."""
+        how: str = "raise"
+        """What happens there: ``raise``, ``exit``, ``hang`` (with the interpreter's lock held) or a signal's name."""
+        in_allreduce: bool = False
+        """Fail at the beginning of the outer all-reduce of this number, not of the batch."""
         always: bool = False
         """Raise on every attempt, not only on the first."""
         record: str = ""
@@ -29,15 +39,39 @@ class FaultyDataLoader(LocalTextDataLoader):
     def __init__(self, config: Config, **runtime: Any) -> None:
         super().__init__(config, **runtime)
         self._config = config
+        self._folder = Path(config.record)
+        self._fails = self.dp_rank == config.fail_shard
+        if self._fails and config.in_allreduce:
+            LosableGloo.allreduce = self._failing(LosableGloo.allreduce)  # type: ignore[method-assign]
+
+    def _failing(self, allreduce: Callable[..., Any]) -> Callable[..., Any]:
+        calls = itertools.count()
+
+        def fail_or_reduce(*args: Any) -> Any:
+            if next(calls) == self._config.fail_batch:
+                self._fail()
+            return allreduce(*args)
+
+        return fail_or_reduce
+
+    def _fail(self) -> None:
+        failed, how = self._folder / "failed", self._config.how
+        if failed.exists() and not self._config.always:
+            return
+        failed.write_text(str(time.time()))
+        if how == "raise":
+            raise ValueError("this batch cannot be read")
+        if how == "exit":
+            os._exit(0)
+        if how == "hang":
+            ctypes.PyDLL(None).sleep(1000)
+        os.kill(os.getpid(), signal.Signals[how])
 
     def __iter__(self) -> Iterator[Any]:
-        folder = Path(self._config.record)
-        record, raised = folder / f"shard_{self.dp_rank}", folder / "raised"
+        record = self._folder / f"shard_{self.dp_rank}"
         for batch, sample in enumerate(super().__iter__()):
-            due = self.dp_rank == self._config.fail_shard and batch == self._config.fail_batch
-            if due and (self._config.always or not raised.exists()):
-                raised.touch()
-                raise ValueError("this batch cannot be read")
+            if self._fails and not self._config.in_allreduce and batch == self._config.fail_batch:
+                self._fail()
             with record.open("a") as file:
                 print("".join(f"{token:03x}" for token in sample[1].flatten().tolist()), file=file)
             yield sample

@@ -27,7 +27,7 @@ def save(folder, step, *, state="a", ranks=2, replicas=2):
     for rank in range(ranks):
         (part / f"__{rank}_0.distcp").write_bytes(bytes([step, rank]) * 100)
         names = [f"__{rank}_0.distcp"] + [".metadata"] * (rank == 0)
-        values = {"rank": rank, "ranks": ranks, "replicas": replicas, "outer_step": step // 5}
+        values = {"rank": rank, "ranks": ranks, "replicas": replicas, "outer_step": step // 5, "batches": step}
         Seal.of(part, names, state=f"{state}{rank}", **values).write(part)
     return part
 

@@ -47,6 +47,8 @@ class FakeReplica:
         self.runs = self.released = self.stopped = False
         self.may_stop = ready()
         self.lighthouse_attempt = launch.lighthouse_attempt
+        self.gone: list[tuple[int, int]] = []
+        """Attempts of peers that it was told of."""
 
     @property
     def held(self) -> bool:
@@ -67,6 +69,9 @@ class FakeReplica:
     async def announce_lighthouse(self, attempt: int) -> None:
         self.lighthouse_attempt = attempt
 
+    async def peer_gone(self, replica: int, attempt: int) -> None:
+        self.gone.append((replica, attempt))
+
     async def release(self) -> None:
         self.released = True
         self._ended.set_result(None)
@@ -86,15 +91,15 @@ class FakeReplica:
     def ask(self, rank: int = 0) -> None:
         self.report(QuorumRequested, rank)
 
-    def form(self, rank: int = 0, outer_step: int | None = None) -> None:
-        """Come out of a quorum, with a state of an outer step or without one."""
-        self.report(QuorumFormed, rank, outer_step=outer_step)
+    def form(self, rank: int = 0, has_state: bool = False) -> None:
+        """Come out of a quorum."""
+        self.report(QuorumFormed, rank, has_state=has_state)
 
     def commit(self, outer_step: int, *, contributed: bool = True, ranks: tuple[int, ...] | None = None) -> None:
         """Commit an outer step on these ranks, or on all; a rank's position is told by attempt, outer step and rank."""
         for rank in self._run.all_ranks if ranks is None else ranks:
             position = f"{self.launch.attempt}.{outer_step}.{rank}"
-            self.report(OuterStepCommitted, rank, outer_step=outer_step, data=position)
+            self.report(OuterStepCommitted, rank, outer_step=outer_step, batches=20 * outer_step, data=position)
         self.tell_outer_step(outer_step, committed=True, contributed=contributed)
 
     def tell_outer_step(self, outer_step: int, *, committed: bool, contributed: bool) -> None:
@@ -277,7 +282,7 @@ def _frozen():
 def impatient(monkeypatch):
     """Waits that are there for a slow world are short. Without it, nothing in these tests happens by time alone."""
     monkeypatch.setattr(finish, "ATTEND_AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(controller, "ANNOUNCE_SECONDS", 0.01)
+    monkeypatch.setattr(controller, "TELL_SECONDS", 0.01)
 
 
 # Failures and what follows -------------------------------------------------------------------------------------------
@@ -488,7 +493,7 @@ def test_replica_that_has_healed_on_all_ranks_can_heal_the_others(ranks_that_hea
     async def scenario(run):
         await fail(run, 0)
         for rank in range(ranks_that_healed):
-            run[0].form(rank, outer_step=0)
+            run[0].form(rank, has_state=True)
         await fail(run, 1)
 
     run = train(scenario, num_replicas=2, min_replicas=2, ranks=2)
@@ -518,15 +523,6 @@ def test_only_replica_restarts_from_its_checkpoint():
     assert run.reason is None
 
 
-def test_restart_from_a_checkpoint_takes_the_data_position_from_there_too():
-    async def scenario(run):
-        run[0].commit(1)
-        await fail(run, 0)
-
-    run = train(scenario, num_replicas=1, min_replicas=1, restart_alone=True)
-    assert run[0].launch.positions == {}
-
-
 def test_only_replica_is_given_up_after_max_failures():
     options = {"num_replicas": 1, "min_replicas": 1, "restart_alone": True, "policy": policy(max_failures=2)}
     run = train(lambda run: fail(run, 0, times=2), **options)
@@ -536,15 +532,13 @@ def test_only_replica_is_given_up_after_max_failures():
 # Data positions ------------------------------------------------------------------------------------------------------
 
 
-def test_respawn_goes_on_after_the_last_outer_step_that_all_ranks_reported():
+def test_respawn_knows_where_its_dataloaders_were_at_its_last_outer_steps():
     async def scenario(run):
-        for replica in (0, 1):
-            run[replica].commit(1)
-            run[replica].commit(2)
-        run[1].commit(3, ranks=(1,))
+        run[1].commit(1)
+        run[1].commit(2, ranks=(1,))
         await fail(run, 1)
 
-    assert train(scenario, ranks=2)[1].launch.positions == {0: "0.2.0", 1: "0.2.1"}
+    assert train(scenario, ranks=2)[1].launch.positions == {0: {20: "0.1.0"}, 1: {20: "0.1.1", 40: "0.2.1"}}
 
 
 def test_respawn_before_the_first_outer_step_begins_anew():
@@ -560,34 +554,50 @@ def test_commit_reported_while_the_replica_is_being_stopped_counts():
         dying = run[1]
         dying.may_stop.clear()
         await fail(run, 1)
-        for committed in (run[0], dying):
-            committed.commit(1)
+        dying.commit(1)
         dying.may_stop.set()
         await settle()
 
-    assert train(scenario)[1].launch.positions == {0: "0.1.0"}
+    assert train(scenario)[1].launch.positions == {0: {20: "0.1.0"}}
 
 
-def test_outer_step_that_no_peer_has_taken_is_taken_anew_from_its_data():
+# Peers that need not wait ---------------------------------------------------------------------------------------------
+
+
+def test_peers_are_told_at_once_of_an_attempt_that_is_over():
     async def scenario(run):
-        for replica in range(3):
-            run[replica].commit(1)
-        run[1].commit(2)
+        dying = run[1]
+        dying.may_stop.clear()
         await fail(run, 1)
+        assert [run[replica].gone for replica in (0, 2)] == [[(1, 0)]] * 2, "while it is still being stopped"
+        dying.may_stop.set()
+        await settle()
+        await fail(run, 1)
+        assert [run[replica].gone for replica in (0, 2)] == [[(1, 0), (1, 1)]] * 2
+        assert run[1].gone == []
 
-    assert train(scenario)[1].launch.positions == {0: "0.1.0"}
+    train(scenario)
 
 
-def test_data_position_belongs_to_the_state_that_a_healed_peer_has():
+@pytest.mark.parametrize("answer", ["never", "error"])
+def test_peer_that_cannot_be_told_holds_up_nothing(monkeypatch, answer):
     async def scenario(run):
-        for replica in (0, 1):
-            run[replica].commit(1)
-        await fail(run, 2)
-        run[2].form(outer_step=1)
-        await fail(run, 0)
-        await fail(run, 1)
+        async def mute(replica, attempt):
+            if answer == "error":
+                raise RuntimeError("it is failing")
+            await asyncio.Event().wait()
 
-    assert train(scenario)[1].launch.positions == {0: "0.1.0"}
+        monkeypatch.setattr(controller, "TELL_SECONDS", 0.01)
+        run[0].peer_gone = mute
+        await fail(run, 1)
+        await asyncio.sleep(0.05)
+        assert run.actions(1) == [START, RESPAWN]
+
+    assert train(scenario).reason is None
+
+
+def test_nobody_is_told_of_replicas_that_leave_at_the_end():
+    assert all(replica.gone == [] for replica in train(lambda run: settle()).replicas)
 
 
 # Reports of an attempt that is over ----------------------------------------------------------------------------------

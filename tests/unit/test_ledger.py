@@ -1,67 +1,40 @@
-"""Where a respawned replica goes on in its data."""
+"""Positions from which a relaunched replica can go on in its data."""
 
-from monarch_titan.control.ledger import DataLedger
-
-ANY = 99
-"""An outer step that is later than all reported ones."""
+from monarch_titan.control.ledger import KEPT, DataLedger
 
 
-def ledger(*reports: tuple[int, int, int, str]) -> DataLedger:
-    """A ledger of two ranks with reports of replica 1: attempt, rank, outer step, position."""
-    ledger = DataLedger(ranks_per_replica=2)
-    for attempt, rank, outer_step, position in reports:
-        ledger.record(1, attempt, rank, outer_step, position)
+def ledger(*reports: tuple[int, int, str]) -> DataLedger:
+    """A ledger with reports of replica 1: rank, batches drawn, position."""
+    ledger = DataLedger()
+    for rank, batches, position in reports:
+        ledger.record(1, rank, batches, position)
     return ledger
 
 
-def test_nothing_is_known_before_the_first_outer_step():
-    assert ledger().positions(1, ANY) == {}
+def test_nothing_is_known_before_the_first_report():
+    assert ledger().positions(1) == {}
 
 
-def test_outer_step_counts_when_all_ranks_have_reported_it():
-    assert ledger((0, 0, 1, "a")).positions(1, ANY) == {}
-    assert ledger((0, 0, 1, "a"), (0, 1, 1, "b")).positions(1, ANY) == {0: "a", 1: "b"}
-
-
-def test_newest_complete_outer_step_counts():
-    reports = [(0, 0, 1, "a"), (0, 1, 1, "b"), (0, 0, 2, "c"), (0, 1, 2, "d"), (0, 0, 3, "e")]
-    assert ledger(*reports).positions(1, ANY) == {0: "c", 1: "d"}
-
-
-def test_outer_step_that_no_peer_has_does_not_count():
-    reports = [(0, 0, 1, "a"), (0, 1, 1, "b"), (0, 0, 2, "c"), (0, 1, 2, "d")]
-    assert ledger(*reports).positions(1, 2) == {0: "c", 1: "d"}
-    assert ledger(*reports).positions(1, 1) == {0: "a", 1: "b"}
-    assert ledger(*reports).positions(1, 0) == {}
-
-
-def test_rank_may_be_an_outer_step_ahead():
-    reports = [(0, 0, 1, "a"), (0, 0, 2, "c"), (0, 1, 1, "b")]
-    assert ledger(*reports).positions(1, ANY) == {0: "a", 1: "b"}
-    assert ledger(*reports, (0, 1, 2, "d")).positions(1, ANY) == {0: "c", 1: "d"}
-
-
-def test_attempts_are_not_mixed():
-    reports = [(0, 0, 1, "a"), (0, 1, 1, "b"), (0, 0, 2, "dead"), (1, 1, 2, "d")]
-    assert ledger(*reports).positions(1, ANY) == {0: "a", 1: "b"}
-    assert ledger(*reports, (1, 0, 2, "c")).positions(1, ANY) == {0: "c", 1: "d"}
-
-
-def test_outer_step_that_a_later_attempt_takes_again_replaces_the_first():
-    reports = [(0, 0, 5, "dead"), (0, 1, 5, "dead"), (1, 0, 5, "c"), (1, 1, 5, "d")]
-    assert ledger(*reports).positions(1, ANY) == {0: "c", 1: "d"}
-
-
-def test_late_report_of_a_dead_attempt_does_not_go_back():
-    reports = [(0, 0, 5, "dead"), (1, 0, 3, "c"), (1, 1, 3, "d"), (0, 1, 5, "dead")]
-    assert ledger(*reports).positions(1, ANY) == {0: "c", 1: "d"}
+def test_each_rank_has_positions_of_its_own():
+    assert ledger((0, 4, "a"), (1, 4, "b"), (0, 8, "c")).positions(1) == {0: {4: "a", 8: "c"}, 1: {4: "b"}}
 
 
 def test_replicas_are_apart():
-    known = ledger((0, 0, 1, "a"), (0, 1, 1, "b"))
-    assert known.positions(0, ANY) == {}
+    assert ledger((0, 4, "a")).positions(0) == {}
 
 
-def test_memory_does_not_grow_with_the_run():
-    known = ledger(*((attempt, rank, step, "x") for attempt in range(3) for step in range(100) for rank in range(2)))
-    assert len(known._reported[1]) == 2
+def test_the_newest_reports_are_kept():
+    known = ledger(*((0, count, str(count)) for count in range(100)))
+    assert list(known.positions(1)[0]) == list(range(100 - KEPT, 100))
+
+
+def test_one_that_went_back_is_newer_than_those_ahead_of_it():
+    known = ledger(*((0, count, str(count)) for count in (10, 20, 30, 40, 20, 25)))
+    assert set(known.positions(1)[0]) == {40, 20, 25}
+
+
+def test_what_is_handed_out_does_not_change():
+    known = ledger((0, 4, "a"))
+    positions = known.positions(1)
+    known.record(1, 0, 8, "b")
+    assert positions == {0: {4: "a"}}

@@ -1,5 +1,6 @@
 """Outer steps: the arithmetic, whose turn it is, and what healing and failure leave behind."""
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -9,14 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torchft
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchft.local_sgd import DiLoCo
 
 from monarch_titan.config.sections import FaultTolerance
+from monarch_titan.training.batches import Batches, SeenBatches
 from monarch_titan.training.outer import OUTER_OPTIMIZERS, Fragment, OuterSync, split
+from monarch_titan.training.quorum import ReplicaManager
+from tests.unit.numbers import Numbers
+
+# Bytes that counts of batches take in a buffer, of three replicas.
+TAIL = 3 * 2 * 4
 
 
 class Peers:
@@ -41,14 +47,20 @@ class Manager:
     def __init__(self, peers, rank):
         self.peers, self.rank = peers, rank
         self.step = 0
-        self.commits = True
+        self.refusals = 0
+        """Votes to come against a commit."""
         self.heal_from = None
+        self.healed = False
         self.registered = {}
 
     def register_state_dict_fn(self, key, load_state_dict, state_dict):
         self.registered[key] = load_state_dict, state_dict
 
+    def waiting(self):
+        return contextlib.nullcontext()
+
     def start_quorum(self):
+        self.healed = self.heal_from is not None
         if self.heal_from is not None:
             self.step = self.heal_from.step
             for key, (load, _) in self.registered.items():
@@ -66,8 +78,10 @@ class Manager:
         return SimpleNamespace(wait=lambda: True)
 
     def should_commit(self):
-        self.step += self.commits
-        return self.commits
+        committed = self.refusals == 0
+        self.refusals -= not committed
+        self.step += committed
+        return committed
 
     def current_step(self):
         return self.step
@@ -88,7 +102,16 @@ class Replica:
     def __init__(self, manager, model, method="diloco", sync_steps=1, num_fragments=1):
         config = FaultTolerance(semi_sync_method=method, sync_steps=sync_steps, num_fragments=num_fragments)
         self.manager, self.model = manager, model
-        self.sync = OuterSync(manager, [model], config)
+        self.outcomes = []
+        self.batches = Batches(Numbers())
+        self.seen = SeenBatches(3, getattr(manager, "rank", 0))
+        manager.register_state_dict_fn("batches", self.seen.load_state_dict, self.seen.state_dict)
+        self.sync = OuterSync(manager, [model], config, self.batches, self.seen, self.outcomes.append)
+
+    def join(self):
+        """How the outer step ended; the attempts before are in ``outcomes``, too."""
+        self.sync.join()
+        return self.outcomes[-1]
 
     def train(self, value):
         """Pretend that inner steps brought all parameters to a value."""
@@ -118,7 +141,7 @@ def outer_step(replicas, values):
     """Give every replica its value and let all join; their outcomes."""
     for replica, value in zip(replicas, values, strict=True):
         replica.train(value)
-    return replicas[0].manager.peers.together([replica.sync.join for replica in replicas])
+    return replicas[0].manager.peers.together([replica.join for replica in replicas])
 
 
 def fragment(value=1.0, size=2, **outer):
@@ -137,7 +160,12 @@ def test_diloco_moves_the_global_parameter_from_1_to_0_601():
     for replica, outcome in zip(pair, outcomes, strict=True):
         torch.testing.assert_close(replica.sync.fragments[0].globals[0], torch.tensor([[0.601]]))
         torch.testing.assert_close(replica.model[0].weight.data, torch.tensor([[0.601]]))
-        assert (outcome.committed, outcome.contributed, outcome.participants, outcome.bytes) == (True, True, 2, 8)
+        assert (outcome.committed, outcome.contributed, outcome.participants, outcome.bytes) == (
+            True,
+            True,
+            2,
+            8 + TAIL,
+        )
     assert pair[0].sync.digest() == pair[1].sync.digest()
     assert pair[0].sync.optimizer_digest() == pair[1].sync.optimizer_digest() != ""
 
@@ -150,7 +178,7 @@ def test_local_sgd_is_the_mean_of_the_parameters():
             torch.testing.assert_close(replica.model[0].weight.item(), sum(values) / 3)
 
 
-def run_inner_and_outer_steps(build, commits, num_fragments, count=2):
+def run_inner_and_outer_steps(build, outer_steps, num_fragments, count=2):
     """Train ``count`` replicas by ``build``'s synchronisation, 2 inner steps a window; their parameters."""
     models, peers = [], Peers(count)
     for rank, manager in enumerate(peers.managers):
@@ -167,17 +195,13 @@ def run_inner_and_outer_steps(build, commits, num_fragments, count=2):
             after_step()
 
         manager.one_step = one_step
-    for commit in commits:
-        for manager in peers.managers:
-            manager.commits = commit
-        for _ in range(2):
-            peers.together([manager.one_step for manager in peers.managers])
+    for _ in range(2 * outer_steps):
+        peers.together([manager.one_step for manager in peers.managers])
     return [[parameter.detach().clone() for parameter in net.parameters()] for net in models]
 
 
 def ours(manager, net, inner, num_fragments):
-    config = FaultTolerance(sync_steps=2 * num_fragments, num_fragments=num_fragments)
-    return OuterSync(manager, [net], config).end_step
+    return Replica(manager, net, sync_steps=2 * num_fragments, num_fragments=num_fragments).sync.end_step
 
 
 def torchfts(manager, net, inner, num_fragments):
@@ -188,11 +212,10 @@ def torchfts(manager, net, inner, num_fragments):
 
 
 @pytest.mark.parametrize("num_fragments", [1, 2])
-def test_same_parameters_as_torchft_also_after_steps_that_did_not_commit(num_fragments):
-    commits = [True, True, False, True, True, False, True]
+def test_same_parameters_as_torchft(num_fragments):
     for mine, reference in zip(
-        run_inner_and_outer_steps(ours, commits, num_fragments),
-        run_inner_and_outer_steps(torchfts, commits, num_fragments),
+        run_inner_and_outer_steps(ours, 7, num_fragments),
+        run_inner_and_outer_steps(torchfts, 7, num_fragments),
         strict=True,
     ):
         torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-7)
@@ -245,12 +268,12 @@ def test_bf16_pseudo_gradient_is_taken_in_float32():
 
 
 def test_calls_are_those_of_torchfts_manager():
-    manager = create_autospec(torchft.Manager, instance=True)
+    manager = create_autospec(ReplicaManager, instance=True, healed=False)
     manager.current_step.return_value, manager.num_participants.return_value = 0, 1
     replica = Replica(manager, model())
     replica.train(0.0)
-    assert replica.sync.join().committed
-    manager.register_state_dict_fn.assert_called_once()
+    assert replica.join().committed
+    assert [call.args[0] for call in manager.register_state_dict_fn.mock_calls] == ["batches", "outer_0"]
     assert replica.values() == [[pytest.approx(1 - 0.7 * 1.9)]]
 
 
@@ -278,7 +301,7 @@ def test_a_rank_keeps_and_moves_its_own_shard(mesh, rows, local_rows):
     here = local_rows[mesh.get_rank()]
     pair = [Replica(manager, sharded(mesh, rows)) for manager in Peers(2).managers]
     outcomes = outer_step(pair, [0.8, 0.6])
-    assert [outcome.bytes for outcome in outcomes] == [4 * (2 * here + 1)] * 2
+    assert [outcome.bytes for outcome in outcomes] == [4 * (2 * here + 1) + TAIL] * 2
     for replica in pair:
         weight = replica.model.weight
         assert isinstance(weight, DTensor) and weight.shape == (rows, 2)
@@ -295,27 +318,56 @@ def test_fragments_are_cut_alike_in_all_ranks(mesh):
 # Failure
 
 
-def test_a_step_that_does_not_commit_loses_the_window_and_nothing_else():
-    pair = replicas(2)
-    outer_step(pair, [0.8, 0.6])
-    before = [replica.sync.fragments[0].state_dict() for replica in pair]
-    for replica in pair:
-        replica.manager.commits = False
-    outcomes = outer_step(pair, [5.0, float("nan")])
-    assert [outcome.committed for outcome in outcomes] == [False, False]
-    for replica, state in zip(pair, before, strict=True):
-        part = replica.sync.fragments[0]
-        torch.testing.assert_close(part.state_dict(), state, rtol=0, atol=0)
-        assert torch.equal(replica.model[0].weight.data, part.globals[0])
+def test_attempts_that_do_not_commit_lose_nothing():
+    pair, undisturbed = replicas(2), replicas(2)
+    for values in [(0.8, 0.6), (0.5, 0.7)]:
+        outer_step(undisturbed, values)
+        for replica in pair:
+            replica.manager.refusals = 2
+        outer_step(pair, values)
+    for replica, other in zip(pair, undisturbed, strict=True):
+        assert [outcome.committed for outcome in replica.outcomes] == [False, False, True] * 2
+        assert replica.sync.digest() == other.sync.digest()
+        assert replica.sync.optimizer_digest() == other.sync.optimizer_digest()
+        assert torch.equal(replica.model[0].weight, other.model[0].weight)
+        assert replica.manager.step == 2
 
 
-def test_a_first_step_that_does_not_commit_makes_no_momentum():
-    pair = replicas(2)
-    for replica in pair:
-        replica.manager.commits = False
-    outer_step(pair, [0.8, 0.6])
-    assert all(replica.sync.fragments[0].momentum() == [None] for replica in pair)
-    assert all(replica.sync.optimizer_digest() == pair[0].sync.optimizer_digest() for replica in pair)
+def test_window_ends_only_when_its_outer_step_has_committed():
+    (replica,) = replicas(1, sync_steps=3)
+    replica.manager.refusals = 1
+    for _ in range(6):
+        replica.sync.end_step()
+    assert [outcome.committed for outcome in replica.outcomes] == [False, True, True]
+
+
+# Data
+
+
+def test_everybody_knows_what_the_global_parameters_have_seen_of_everybodys_data():
+    three = replicas(3)
+    for replica, batches in zip(three, (4, 0, 3_000_000), strict=True):
+        replica.batches.drawn = batches
+    outer_step(three, [0.8, 0.6, 0.7])
+    assert all(replica.seen.counts == [4, 0, 3_000_000] for replica in three)
+
+
+def test_an_attempt_that_does_not_commit_has_seen_nothing():
+    (replica,) = replicas(1)
+    next(replica.batches)
+    replica.manager.refusals = 1
+    replica.sync._attempt()
+    assert replica.seen.counts == [0, 0, 0]
+
+
+def test_healed_replica_goes_on_where_the_peers_state_has_seen_its_shard():
+    healthy, healed = replicas(2)
+    for _ in range(5):
+        next(healed.batches)
+    healthy.seen.counts = [7, 3, 0]
+    healed.manager.heal_from = healthy.manager
+    outer_step([healthy, healed], [0.8, 0.6])
+    assert (healed.batches.drawn, next(healed.batches)) == (3, 3)
 
 
 # Fragments
@@ -347,16 +399,26 @@ def test_tied_parameters_are_synchronised_once():
     assert [part.numel for part in replica.sync.fragments] == [2]
 
 
+def joins(replica, steps):
+    """Whether each of so many inner steps was followed by an outer one."""
+    joined = []
+    for _ in range(steps):
+        before = len(replica.outcomes)
+        replica.sync.end_step()
+        joined.append(len(replica.outcomes) > before)
+    return joined
+
+
 def test_end_step_joins_every_sync_steps_over_fragments():
     (replica,) = replicas(1, sizes=(2, 2), sync_steps=6, num_fragments=2)
-    assert [replica.sync.end_step() is not None for _ in range(9)] == [False, False, True] * 3
+    assert joins(replica, 9) == [False, False, True] * 3
 
 
 def test_joining_early_starts_a_new_window():
     (replica,) = replicas(1, sync_steps=3)
     replica.sync.end_step()
-    replica.sync.join()
-    assert [replica.sync.end_step() is not None for _ in range(3)] == [False, False, True]
+    replica.join()
+    assert joins(replica, 3) == [False, False, True]
 
 
 def test_turns_follow_the_outer_step():
@@ -369,10 +431,7 @@ def test_turns_follow_the_outer_step():
     assert pair[0].values() == [[2.0], [2.0], [3.0]]
     # A fragment that did not commit has its turn again.
     for replica in pair:
-        replica.manager.step, replica.manager.commits = 1, False
-    outer_step(pair, [7.0, 8.0])
-    for replica in pair:
-        replica.manager.commits = True
+        replica.manager.step, replica.manager.refusals = 1, 1
     outer_step(pair, [7.0, 8.0])
     assert pair[1].values() == [[8.0], [7.5], [8.0]]
 
@@ -381,7 +440,7 @@ def test_more_fragments_than_parameters_leaves_empty_ones_that_still_take_their_
     pair = replicas(2, sizes=(8,), num_fragments=3, sync_steps=3, method="local_sgd")
     assert [part.numel for part in pair[0].sync.fragments] == [0, 8, 0]
     outcomes = [outer_step(pair, [2.0, 4.0])[0] for _ in range(3)]
-    assert [(outcome.committed, outcome.bytes) for outcome in outcomes] == [(True, 4), (True, 36), (True, 4)]
+    assert [(outcome.committed, outcome.bytes) for outcome in outcomes] == [(True, size + TAIL) for size in (4, 36, 4)]
     assert pair[0].manager.step == 3
 
 

@@ -97,7 +97,7 @@ def kinds(manager):
 
 def test_torchft_is_told_who_we_are_and_to_throw_no_window_away(manager, script):
     manager(num_replicas=4)
-    assert script.options["replica_id"] == "replica_1"
+    assert script.options["replica_id"] == "attempt_0_replica_1"
     assert script.options["lighthouse_addr"] == "http://lighthouse:1"
     assert script.options["min_replica_size"] == 3  # the majority
     assert script.options["use_async_quorum"] is False
@@ -227,17 +227,17 @@ def test_every_try_to_heal_is_reported(manager, script):
     assert [report.healing for report in respawned.reports if isinstance(report, Quorum)] == [False, True]
 
 
-def test_a_quorum_is_reported_with_the_outer_step_of_the_state_that_we_have(manager, script):
+def test_a_quorum_is_reported_with_whether_we_have_a_state_to_give(manager, script):
     def formed(replica):
-        return [report.outer_step for report in replica.reports if isinstance(report, QuorumFormed)]
+        return [report.has_state for report in replica.reports if isinstance(report, QuorumFormed)]
 
     first = manager(attempt=0)
     first.start_quorum()
-    assert formed(first) == [0]
+    assert formed(first) == [True]
     script.quorums = ["nothing", "heal"]
     respawned = manager(attempt=1)
     respawned.start_quorum()
-    assert formed(respawned) == [None, 5]
+    assert formed(respawned) == [False, True]
 
 
 def test_only_rank_0_reports_the_event(manager):
@@ -293,24 +293,3 @@ def test_no_retries_means_that_the_first_failure_ends_it(manager, script):
 def test_why_not(manager, script, error, participants, why):
     script.error, script.participants = error, participants
     assert manager(num_replicas=4).why_not() == why
-
-
-# Process group
-
-
-@pytest.mark.parametrize(
-    ("option", "accelerator", "chosen"),
-    [
-        ("auto", None, "gloo"),
-        ("auto", "cuda", "nccl"),
-        ("gloo", "cuda", "gloo"),
-        ("nccl", None, "nccl"),
-    ],
-)
-def test_process_group(monkeypatch, option, accelerator, chosen):
-    monkeypatch.setattr(quorum.upstream, "accelerator", lambda: accelerator)
-    # torch for CPUs has no NCCL to make one with.
-    monkeypatch.setattr(torchft, "ProcessGroupGloo", lambda timeout: ("gloo", timeout.total_seconds()))
-    monkeypatch.setattr(torchft, "ProcessGroupNCCL", lambda timeout: ("nccl", timeout.total_seconds()))
-    config = FaultTolerance(process_group=option, process_group_timeout_ms=1500)
-    assert quorum.process_group(config) == (chosen, 1.5)

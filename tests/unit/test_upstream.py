@@ -387,14 +387,15 @@ def test_a_restarted_lighthouse_gives_the_same_quorum_id_again():
 
 
 def test_quorum_client_tells_the_quorums_of_two_lighthouses_apart():
-    clients = []
+    clients, formed = [], []
 
     def wrap(attempt):
-        return lambda manager: clients.append(upstream.QuorumClient(manager, lambda: attempt))
+        return lambda manager: clients.append(upstream.QuorumClient(manager, lambda: attempt, formed.append))
 
     results = [first_quorum(wrap(attempt)) for attempt in (0, 1)]
     assert results[1].quorum_id - results[0].quorum_id == upstream.QuorumClient.IDS_PER_LIGHTHOUSE
     assert [client.quorum_id for client in clients] == [result.quorum_id for result in results]
+    assert formed == [["test"]] * 2
     # The rest of the answer is as TorchFT gave it, with nothing missing that its manager reads.
     plain = first_quorum(lambda manager: None)
     for name in ("replica_rank", "replica_world_size", "max_step", "max_world_size", "max_replica_rank", "heal"):
@@ -408,13 +409,17 @@ def test_quorum_client_asks_for_the_attempt_after_the_answer():
     def quorum(**request):
         nonlocal attempt
         attempt = 2  # restarted while we waited
-        return SimpleNamespace(quorum_id=7, heal=True)
+        return SimpleNamespace(
+            quorum_id=7, heal=True, replica_ids=["attempt_0_replica_1:f00", "attempt_2_replica_0:ba5"]
+        )
 
     manager = SimpleNamespace(_client=SimpleNamespace(_quorum=quorum, should_commit=lambda: "vote"))
-    client = upstream.QuorumClient(manager, lambda: attempt)
+    formed = []
+    client = upstream.QuorumClient(manager, lambda: attempt, formed.extend)
     assert manager._client is client
     assert client._quorum(step=0).quorum_id == client.quorum_id == 2_000_007
     assert client.heal
+    assert formed == ["attempt_0_replica_1", "attempt_2_replica_0"]
     assert client.should_commit() == "vote"
 
 

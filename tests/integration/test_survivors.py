@@ -1,0 +1,59 @@
+"""Survivors of a failure: they do not wait, lose no window, and everybody's data is read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from monarch_titan.control.events import OuterStep, ReplicaFailed
+from tests.integration.harness import TrainingRun
+
+pytestmark = pytest.mark.integration
+
+FAULTY = Path(__file__).with_name("faulty.toml")
+# Rank 1 of replica 1 fails at the beginning of the second outer all-reduce, while all others wait in it.
+VICTIM = 1
+IN_ALLREDUCE = ("dataloader.fail_shard=3", "dataloader.fail_batch=1", "dataloader.in_allreduce=true")
+# A peer that nobody gave up would be waited for as long as this.
+TIMEOUT = "fault_tolerance.process_group_timeout_ms=120000"
+HANG_SECONDS = 5
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "noticed"),
+    [
+        ("SIGKILL", "killed by SIGKILL", 3),
+        ("hang", f"it hung: no sign of life for {HANG_SECONDS} s", HANG_SECONDS + 4),
+    ],
+)
+def test_peer_lost_in_the_outer_allreduce_costs_nobody_a_window(
+    tmp_path: Path, how: str, cause: str, noticed: float
+) -> None:
+    options = (*IN_ALLREDUCE, f"dataloader.how={how}", TIMEOUT, f"monarch.recovery.hang_seconds={HANG_SECONDS}")
+    with TrainingRun(tmp_path, *options, config=FAULTY) as run:
+        failed = run.wait_for(ReplicaFailed)
+        assert (failed.replica, failed.rank, failed.cause) == (VICTIM, 1, cause)
+        assert failed.time - float((tmp_path / "failed").read_text()) < noticed
+        run.assert_ended_well(survivors=(0, 2))
+    for replica in (0, 2):
+        steps = [event for event in run.events(OuterStep) if event.replica == replica]
+        assert [(event.outer_step, event.committed, event.step) for event in steps if event.outer_step <= 2] == [
+            (1, True, 10),
+            (1, False, 20),
+            (2, True, 20),
+        ]
+        assert all(event.contributed for event in steps)
+        lost, again = steps[1:3]
+        assert lost.error is not None
+        assert again.participants >= 2, "the victim may be back in time"
+        assert again.time - failed.time < 10, "the next quorum does not wait for the dead one either"
+        assert run.committed()[replica] == [1, 2, 3]
+    assert _read_once(tmp_path, run)
+
+
+def _read_once(folder: Path, run: TrainingRun) -> bool:
+    """Whether the victim's second life began with the first batch that no committed outer step had seen."""
+    read = (folder / f"shard_{2 * VICTIM}").read_text().split()
+    # Its first life drew two windows of 10 and only the first of them is in the global parameters.
+    return read[20:] == read[10 : 10 + len(read[20:])] and len(read) >= 20
