@@ -16,9 +16,7 @@ from monarch_titan.control.events import (
 )
 from monarch_titan.control.recovery import Action
 from tests.simulation.cluster import Cluster, Logged, Story, play
-from tests.simulation.quorum import State, Window
 from tests.simulation.replica import STOP, SimulatedReplica
-from tests.simulation.reports import SAMPLES
 from tests.simulation.schedule import Schedule
 
 END = 30.0
@@ -29,15 +27,14 @@ def broken(schedule: Schedule, *, known: bool = False) -> list[str]:
     """What a run on this schedule did that it must not do, in sentences; empty when all is well.
 
     Args:
-        known: name also what is known not to hold. A window that an outer step took is read again when the controller
-            has not heard of it. Survivors who have not got an outer step's result take the step anew when they do not
-            wait for those who have it, and the run ends because replicas differ.
+        known: name also what is known not to hold: those who have not got an outer step take it anew when they are
+            enough for a quorum and do not wait for the one who has it, and the run ends because replicas differ.
     """
     try:
         story = play(schedule)
     except AssertionError as error:
         return [f"assertion: {error}"]
-    if not known and any(f"after outer step {step}," in story.reason for step in story.world.torn_steps):
+    if not known and any(f"after outer step {step}," in run.reason for run in story.runs for step in story.world.forks):
         return []
     checks = (
         *(_nothing_left, _order, _failures, _relaunches, _giving_up, _end_in_time),
@@ -45,7 +42,7 @@ def broken(schedule: Schedule, *, known: bool = False) -> list[str]:
     )
     found = [sentence for run in story.runs for sentence in run.complaints]
     found += [sentence for run in story.runs for check in checks for sentence in check(run)]
-    return [*found, *_samples(story, set() if known else story.world.unheard)]
+    return [*found, *_samples(story)]
 
 
 def smallest(schedule: Schedule, *, known: bool = False) -> Schedule:
@@ -228,26 +225,19 @@ def _finals(cluster: Cluster) -> list[SimulatedReplica]:
     return [replica for number, replica in newest.items() if number not in lost]
 
 
-def _samples(story: Story, unheard: set[Window]) -> Iterator[str]:
-    """Every state has seen each shard from its beginning, no sample twice, and none left out but in a window whose
-    outer step the replica itself saw fail."""
-    states = {state for run in story.runs for replica in run.replicas for state in replica.states}
-    for replica in set(range(story.world.schedule.num_replicas)) - story.world.forgetful:
-        found = {sentence for state in states for sentence in _gaps(state, replica, story.world.wasted, unheard)}
-        yield from sorted(found)
-
-
-def _gaps(state: State, replica: int, wasted: set[Window], unheard: set[Window]) -> Iterator[str]:
-    seen: set[Window] = set()
-    for window in state.windows:
-        if window.replica != replica:
-            continue
-        if window in seen - unheard:
-            yield f"samples repeated: {window}"
-        before = {Window(replica, first, first + SAMPLES) for first in range(0, window.first, SAMPLES)}
-        if lost := before - seen - wasted:
-            yield f"samples lost: {sorted(w.first for w in lost)} of replica {replica} before {window}"
-        seen.add(window)
+def _samples(story: Story) -> Iterator[str]:
+    """Every state has seen each shard from its beginning, no sample twice and none left out, and says how many."""
+    for state in {state for run in story.runs for replica in run.replicas for state in replica.states}:
+        for replica in range(story.world.schedule.num_replicas):
+            position = 0
+            for window in state.windows:
+                if window.replica == replica:
+                    if window.first != position:
+                        what = "repeated" if window.first < position else "lost"
+                        yield f"samples {what}: {window} after sample {position}"
+                    position = window.end
+            if state.seen(replica) != position:
+                yield f"outer step {state.outer_step} counts {state.seen(replica)} of replica {replica}, not {position}"
 
 
 def _events(cluster: Cluster, kind: type) -> list:

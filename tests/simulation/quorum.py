@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.simulation.replica import SimulatedReplica
     from tests.simulation.world import World
 
-HEARTBEAT = 5.0
+HEARTBEAT = 1.0
 JOIN = 60.0
 """TorchFT's heartbeat_timeout_ms and join_timeout_ms, in seconds."""
 
@@ -40,6 +40,12 @@ class State:
 
     outer_step: int = 0
     windows: tuple[Window, ...] = ()
+    counts: tuple[tuple[int, int], ...] = ()
+    """(replica, samples of its shard that are in here), as SeenBatches has it."""
+
+    def seen(self, replica: int) -> int:
+        """Samples of a replica's shard that are in here."""
+        return dict(self.counts).get(replica, 0)
 
     @property
     def digest(self) -> str:
@@ -54,7 +60,7 @@ class Quorum:
         self.newest = max((m.state.outer_step for m in members if m.state is not None), default=-1)
         self.sources = [m for m in members if m.state is not None and m.state.outer_step == self.newest]
         self._base = self.sources[0].state if self.sources else State()
-        self._windows: dict[SimulatedReplica, Window | None] = {}
+        self._given: dict[SimulatedReplica, tuple[Window | None, int]] = {}
         self._winners: list[SimulatedReplica] = []
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._breaking = False
@@ -70,7 +76,7 @@ class Quorum:
 
     async def reduce(self, member: SimulatedReplica, window: Window | None) -> State | None:
         """Take an outer step, giving a window to it or nothing; the new state, None when this member has not got it."""
-        self._windows[member] = window
+        self._given[member] = window, member.sample
         if any(peer.dead or peer.held for peer in self.members):
             self.lose_member()
         elif self._complete:
@@ -81,12 +87,16 @@ class Quorum:
         await asyncio.shield(self._ended)
         if member not in self._winners:
             return None
-        given = [window for peer in self.members if (window := self._windows.get(peer)) is not None]
-        return State(self.newest + 1, (*self._base.windows, *given))
+        given = [window for window, _ in self._given.values() if window is not None]
+        counts = dict(self._base.counts)
+        for peer, (_, drawn) in self._given.items():
+            counts[peer.launch.replica] = max(counts.get(peer.launch.replica, 0), drawn)
+        windows = (*self._base.windows, *sorted(given, key=lambda window: window.replica))
+        return State(self.newest + 1, windows, tuple(sorted(counts.items())))
 
     @property
     def _complete(self) -> bool:
-        return len(self._windows) == len(self.members)
+        return len(self._given) == len(self.members)
 
     def _succeed(self) -> None:
         if not self._breaking:
@@ -110,11 +120,6 @@ class Quorum:
             return
         self._ended.set_result(None)
         self._winners = [member for member in self._winners if not member.dead]
-        losers = [member for member in self._windows if member not in self._winners]
-        if self._winners:
-            self._world.unheard |= {window for loser in losers if (window := self._windows[loser]) is not None}
-        if self._winners and any(not loser.dead for loser in losers):
-            self._world.torn_steps.add(self.newest + 1)
 
 
 class SimulatedLighthouse:
@@ -190,6 +195,9 @@ class Quorums:
                 return
         ready.sort(key=lambda replica: replica.launch.replica)
         self._previous, quorum = ready, Quorum(ready, self._world)
+        outside = [replica for replica in self._beating if replica not in ready and not replica.dead]
+        if any(replica.state is not None and replica.state.outer_step > quorum.newest for replica in outside):
+            self._world.forks.add(quorum.newest + 1)
         self.formed.append(quorum)
         for replica in ready:
             _, formed = self._asking.pop(replica)

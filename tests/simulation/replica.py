@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from monarch_titan.control.controller import Failure, Launch
 from monarch_titan.control.events import QuorumFormed, QuorumRequested
+from monarch_titan.training.batches import Batches
 from tests.simulation.clock import now
 from tests.simulation.quorum import PATIENCE, Quorum, State, Window
 from tests.simulation.reports import SAMPLES, Reports
 from tests.simulation.schedule import Moment
+from tests.simulation.shard import Shard
 from tests.simulation.world import Part
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class SimulatedReplica:
         self.lighthouse_attempt = launch.lighthouse_attempt
         self.states: list[State] = []
         """All that it has had, the present one last."""
-        self.windows_trained = self.sample = 0
+        self.windows_trained = 0
         self._part = cluster.parts.get(launch.replica)
         self._begin()
         self.held = self.stopped = self.released = False
@@ -57,23 +59,31 @@ class SimulatedReplica:
     def _begin(self) -> None:
         """Be where a replica is that was launched so."""
         part, positions = self._part, self.launch.positions
+        begin = part.sample if part is not None else 0
+        shards = [Shard(self.launch.replica, rank, begin) for rank in self.ranks]
+        self.batches = [Batches(shard, begin, positions.get(shard.rank, {})) for shard in shards]
         lacks_part = bool(self.cluster.parts) and part is None
         if self.cluster.schedule.num_replicas > 1 and (self.launch.attempt or lacks_part):
-            self.sample = self._sample_at(positions) if positions else part.sample if part is not None else 0
-            if lacks_part and not positions:
-                self.cluster.world.forgetful.add(self.launch.replica)
             return
-        assert not positions, f"positions of a replica that does not heal: {positions}"
         self.states.append(part.state if part is not None else State())
         if part is not None:
-            self.windows_trained, self.sample = part.windows_trained, part.sample
+            self.windows_trained = part.windows_trained
 
-    def _sample_at(self, positions: dict[int, Any]) -> int:
-        assert sorted(positions) == list(self.ranks), f"positions of ranks {sorted(positions)}"
-        samples = {position["sample"] for position in positions.values()}
-        assert all(position["rank"] == rank for rank, position in positions.items()), f"ranks mixed: {positions}"
-        assert len(samples) == 1, f"ranks torn apart: {positions}"
-        return samples.pop()
+    @property
+    def sample(self) -> int:
+        """Samples that each rank has drawn."""
+        drawn = {batches.drawn for batches in self.batches}
+        assert len(drawn) == 1, f"ranks torn apart: {drawn}"
+        return drawn.pop()
+
+    def _window(self) -> Window:
+        """Draw a window's samples, on every rank the same ones of its own shard."""
+        first = self.sample
+        for rank, batches in enumerate(self.batches):
+            drawn = [next(batches) for _ in range(SAMPLES)]
+            expected = [(self.launch.replica, rank, first + index) for index in range(SAMPLES)]
+            assert drawn == expected, f"drawn {drawn} rather than {expected}"
+        return Window(self.launch.replica, first, self.sample)
 
     @property
     def state(self) -> State | None:
@@ -104,6 +114,10 @@ class SimulatedReplica:
     async def announce_lighthouse(self, attempt: int) -> None:
         self.lighthouse_attempt = attempt
         self.cluster.quorums.look()
+
+    async def peer_gone(self, replica: int, attempt: int) -> None:
+        peers = [r for r in self.cluster.replicas if (r.launch.replica, r.launch.attempt) == (replica, attempt)]
+        assert all(peer.dead for peer in peers), f"replica {replica} attempt {attempt} is not gone"
 
     async def release(self) -> None:
         self._commands.put_nowait(None)
@@ -155,6 +169,9 @@ class SimulatedReplica:
             await self._train()
         except (Broken, TimeoutError) as error:
             self.die(str(error))
+        except Exception as error:
+            self.cluster.complaints.append(f"replica {self.launch.replica}: {error!r}")
+            self.die(str(error))
         else:
             self.released = True
             if not self._ended.done():
@@ -173,8 +190,7 @@ class SimulatedReplica:
         while not finished and self.windows_trained < schedule.outer_steps:
             with self._moment(Moment.WINDOW):
                 await asyncio.sleep(schedule.window_seconds[self.launch.replica])
-            window = Window(self.launch.replica, self.sample, self.sample + SAMPLES)
-            self.sample = window.end
+            window = self._window()
             self.windows_trained += 1
             self._reports.step()
             finished = await self._outer_step(window)
@@ -197,31 +213,31 @@ class SimulatedReplica:
                 command = await self._commands.get()
 
     async def _outer_step(self, window: Window | None) -> bool:
-        """Take an outer step with the next quorum; whether the peers had already finished."""
-        healed = await self._join()
-        assert self._quorum is not None
-        quorum = self._quorum
-        if healed and window is not None:
-            self.cluster.world.wasted.add(window)
-        if healed and quorum.source_for(self).held:
-            return True
-        contributed = None if healed else window
-        with self._moment(Moment.OUTER_STEP):
-            state = await quorum.reduce(self, contributed)
-        self._quorum = None
-        self._failed_in_a_row = 0 if state is not None else self._failed_in_a_row + 1
-        if state is not None:
-            self.states.append(state)
-            self._reports.commit(state)
-        elif contributed is not None:
-            self.cluster.world.wasted.add(contributed)
-        self._reports.outer_step(committed=state is not None, contributed=not healed)
-        if self._failed_in_a_row > COMMIT_RETRIES:
-            raise Broken("outer steps did not commit")
+        """Take an outer step, with as many quorums as it needs; whether the peers had already finished."""
+        state = None
+        while state is None:
+            healed = await self._join()
+            assert self._quorum is not None and self.state is not None
+            quorum = self._quorum
+            if healed and quorum.source_for(self).held:
+                return True
+            if healed:
+                window = None  # it is not of these parameters: its samples are drawn anew
+                for batches in self.batches:
+                    batches.go_to(self.state.seen(self.launch.replica))
+            with self._moment(Moment.OUTER_STEP):
+                state = await quorum.reduce(self, window)
+            self._quorum = None
+            self._failed_in_a_row = 0 if state is not None else self._failed_in_a_row + 1
+            if self._failed_in_a_row > COMMIT_RETRIES:
+                raise Broken("outer steps did not commit")
+            if state is not None:
+                self.states.append(state)
+                self._reports.commit(state)
+            self._reports.outer_step(committed=state is not None, contributed=window is not None)
         with self._moment(Moment.COMMITTED):
             await asyncio.sleep(COMMIT)
-        if state is not None:
-            await self._save(state)
+        await self._save(state)
         return False
 
     async def _save(self, state: State) -> None:
@@ -246,8 +262,7 @@ class SimulatedReplica:
             if healed:
                 await self._heal(quorum.source_for(self))
             if not self.held:
-                outer_step = None if self.state is None else self.state.outer_step
-                self._reports.tell(QuorumFormed, outer_step=outer_step)
+                self._reports.tell(QuorumFormed, has_state=self.state is not None)
             if self.state is not None:
                 return healed
             if now() > deadline:

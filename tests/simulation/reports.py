@@ -16,7 +16,7 @@ from monarch_titan.control.events import (
     TrainerFinished,
 )
 from tests.simulation.clock import now
-from tests.simulation.quorum import State, Window
+from tests.simulation.quorum import State
 
 if TYPE_CHECKING:
     from tests.simulation.replica import SimulatedReplica
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LATENCY = 0.01
 """Seconds of a message's way to the controller."""
 
-SAMPLES = 20
+SAMPLES = 4
 """Of a window, one at each inner step."""
 
 
@@ -54,8 +54,9 @@ class Reports:
     def position(self, state: State) -> None:
         """Tell of the place in the data that belongs to a state."""
         for rank in self._replica.ranks:
-            position = {"rank": rank, "sample": self._replica.sample}
-            self._send(OuterStepCommitted(**self._ids, rank=rank, outer_step=state.outer_step, data=position))
+            batches = self._replica.batches[rank]
+            values = {"outer_step": state.outer_step, "batches": batches.drawn, "data": batches.mark()}
+            self._send(OuterStepCommitted(**self._ids, rank=rank, **values))
 
     def commit(self, state: State) -> None:
         """Tell of a state that has just been committed."""
@@ -95,6 +96,3 @@ class Reports:
         cluster = self._replica.cluster
         if not (cluster.schedule.lossy and self._replica.dead):
             cluster.deliver(message)
-        elif isinstance(message, OuterStepCommitted):
-            sample = message.data["sample"]
-            cluster.world.unheard.add(Window(self._ids["replica"], sample - SAMPLES, sample))

@@ -1,10 +1,10 @@
-"""What outlives a run that is killed and started again: checkpoints, and what is known of the samples."""
+"""What outlives a run that is killed and started again: checkpoints, and which faults have happened."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.simulation.quorum import State, Window
+from tests.simulation.quorum import State
 from tests.simulation.schedule import Break, Death, Fault, Moment, Schedule
 
 KEPT = 2
@@ -58,14 +58,8 @@ class World:
 
     schedule: Schedule
     disk: Disk = field(default_factory=Disk)
-    wasted: set[Window] = field(default_factory=set)
-    """Windows that were trained and that an outer step did not take, to the knowledge of who trained them."""
-    unheard: set[Window] = field(default_factory=set)
-    """Windows of which nobody could tell the controller that an outer step took them."""
-    torn_steps: set[int] = field(default_factory=set)
-    """Outer steps that some have taken and others, who live, have not: these must not go on without the former."""
-    forgetful: set[int] = field(default_factory=set)
-    """Replicas that read their data from the beginning because their checkpoints are gone."""
+    forks: set[int] = field(default_factory=set)
+    """Outer steps that a quorum was to take while somebody who lives and was not in it had taken them."""
     struck: set[Fault] = field(default_factory=set)
     """Of the faults that have a time those that have happened; each does once."""
     _moments: dict[tuple[int, Moment], int] = field(default_factory=dict)
