@@ -6,12 +6,14 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 TORCH ?= 2.13.0
 NEWEST_TORCH ?= 2.14.1
 VENV ?= .venv
+# Of soak-simulation.
+MINUTES ?= 10
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-unit test-parallelism test-newest lint types case-study bench venv clean
+.PHONY: demo test test-unit test-parallelism soak-simulation test-newest lint types case-study bench venv clean
 
 demo: $(READY)
 	$(BIN)/monarch-titan demo
@@ -24,6 +26,9 @@ test-unit: $(READY)
 
 test-parallelism: $(READY)
 	MONARCH_TITAN_ALL_PARALLELISM=1 $(PYTEST) tests/integration/test_parallelism.py
+
+soak-simulation: $(READY)
+	$(BIN)/python -m tests.simulation --minutes $(MINUTES)
 
 test-newest:
 	$(MAKE) VENV=.venv-newest TORCH=$(NEWEST_TORCH) test

@@ -13,11 +13,13 @@ from monarch_titan.control.events import (
     ReplicaFinished,
     ReplicaLost,
     ReplicaStarted,
+    ReplicaState,
+    Step,
 )
 from monarch_titan.control.recovery import Action
 from tests.simulation.cluster import Cluster, Logged, Story, play
 from tests.simulation.replica import STOP, SimulatedReplica
-from tests.simulation.schedule import Schedule
+from tests.simulation.schedule import LastWords, Schedule
 
 END = 30.0
 """Virtual seconds within which a run that has failed has stopped everything: stopping takes parts of a second."""
@@ -75,7 +77,10 @@ def _order(cluster: Cluster) -> Iterator[str]:
     started: set[tuple[int, int]] = set()
     lost: set[int] = set()
     lighthouses = 0
+    late = cluster.schedule.last_words is LastWords.LATE
     for logged in cluster.log:
+        if late and isinstance(logged.event, ReplicaStarted | Step | OuterStep | ReplicaState):
+            continue  # the log has them in the order in which they came
         match event := logged.event:
             case ReplicaStarted():
                 if event.attempt != attempts[event.replica]:
@@ -85,7 +90,7 @@ def _order(cluster: Cluster) -> Iterator[str]:
                 if event.attempt != attempts[event.replica]:
                     yield f"{event} during attempt {attempts[event.replica]}"
                 attempts[event.replica] += 1
-            case ReplicaFinished() if (event.replica, attempts[event.replica]) not in started:
+            case ReplicaFinished() if not late and (event.replica, attempts[event.replica]) not in started:
                 yield f"{event} of a replica that does not run"
             case LighthouseStarted(attempt=attempt) if attempt != lighthouses:
                 yield f"{event} after {lighthouses} failures"

@@ -169,7 +169,7 @@ class SimulatedReplica:
             await self._train()
         except (Broken, TimeoutError) as error:
             self.die(str(error))
-        except Exception as error:
+        except (AssertionError, RuntimeError) as error:  # what must not happen, of ours and of Batches
             self.cluster.complaints.append(f"replica {self.launch.replica}: {error!r}")
             self.die(str(error))
         else:

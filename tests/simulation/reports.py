@@ -17,12 +17,16 @@ from monarch_titan.control.events import (
 )
 from tests.simulation.clock import now
 from tests.simulation.quorum import State
+from tests.simulation.schedule import LastWords
 
 if TYPE_CHECKING:
     from tests.simulation.replica import SimulatedReplica
 
 LATENCY = 0.01
 """Seconds of a message's way to the controller."""
+
+LATE = 0.6
+"""Seconds by which last words are late: long enough for the next attempt to be launched already."""
 
 SAMPLES = 4
 """Of a window, one at each inner step."""
@@ -94,5 +98,7 @@ class Reports:
 
     def _arrive(self, message: Event | Report) -> None:
         cluster = self._replica.cluster
-        if not (cluster.schedule.lossy and self._replica.dead):
+        if not self._replica.dead or cluster.schedule.last_words is LastWords.ARRIVE:
             cluster.deliver(message)
+        elif cluster.schedule.last_words is LastWords.LATE:
+            asyncio.get_running_loop().call_later(LATE, cluster.deliver, message)

@@ -9,6 +9,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 
+class LastWords(Enum):
+    """What becomes of what a replica has just sent when it dies."""
+
+    ARRIVE = "arrive"
+    LATE = "arrive after its death was noticed"
+    LOST = "are lost"
+
+
 class Moment(Enum):
     """Where in its life a replica is."""
 
@@ -106,8 +114,7 @@ class Schedule:
     """Windows between two checkpoints; 0: there are none."""
     torn: int = 0
     """Survivors of a broken all-reduce who have its result nevertheless, if all had given theirs."""
-    lossy: bool = False
-    """Whether what a replica has just sent is lost when it dies."""
+    last_words: LastWords = LastWords.ARRIVE
     faults: tuple[Fault, ...] = ()
 
     def of(self, kind: type) -> tuple:
@@ -132,7 +139,7 @@ class Schedule:
             f"{self.outer_steps} windows of {seconds} s, a checkpoint every {self.checkpoint_every}",
             f"respawns {self.respawns}, max_failures {self.max_failures}, backoff {self.backoff_seconds:g} s; "
             f"{self.torn} survivors have a broken all-reduce's result; last words "
-            f"{'are lost' if self.lossy else 'arrive'}",
+            f"{self.last_words.value}",
             *(f"- {fault}" for fault in self.faults),
         ]
         return "\n".join(lines)
@@ -157,7 +164,7 @@ class Schedule:
             backoff_seconds=dice.choice([0.0, 1.0, 20.0]),
             checkpoint_every=checkpoint_every,
             torn=dice.choice([0, 0, 1, 2]),
-            lossy=dice.random() < 0.5,
+            last_words=dice.choice(list(LastWords)),
             faults=tuple(_faults(dice, replicas, crashes=checkpoint_every > 0)),
         )
 
@@ -167,8 +174,10 @@ def _faults(dice: random.Random, replicas: range, *, crashes: bool) -> Iterator[
         moment, after = dice.choice(list(Moment)), dice.choice([0.0, 0.02, 0.05, 0.5, 3.0])
         yield Death(replica=dice.choice(replicas), moment=moment, nth=dice.randint(0, 3), after=after)
     for _ in range(dice.choice([0, 0, 1, 2])):
-        dead = tuple(replica for replica in replicas if dice.random() < 0.5)
-        yield Outage(at=dice.randint(0, 600) / 10, replicas=dead, lighthouse=dice.random() < 0.5)
+        dead, at = tuple(replica for replica in replicas if dice.random() < 0.5), dice.randint(0, 600) / 10
+        yield Outage(at=at, replicas=dead, lighthouse=dice.random() < 0.5)
+        if dice.random() < 0.3:  # while they are launched again
+            yield Outage(at=at + 0.7, lighthouse=True)
     for _ in range(dice.choice([0, 0, 0, 1])):
         yield Break(nth=dice.randint(0, 3))
     for _ in range(dice.choice([0, 0, 1, 2]) if crashes else 0):
