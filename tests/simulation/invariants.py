@@ -169,7 +169,8 @@ def _giving_up(cluster: Cluster) -> Iterator[str]:
             if failure.action == Action.GIVE_UP.value:
                 lost += 1
                 holders = _at(cluster, failure).holders
-                if in_a_row < schedule.max_failures and holders:
+                alone = schedule.num_replicas == 1 and schedule.checkpoint_every > 0
+                if in_a_row < schedule.max_failures and (holders or alone):
                     yield f"replica {replica} given up after {in_a_row} failures while {holders} have a state"
     if lost != len(_events(cluster, ReplicaLost)):
         yield "replicas given up and replicas lost differ"

@@ -22,7 +22,7 @@ REDUCE, BROKEN, TIMEOUT = 0.1, 0.1, 30.0
 PATIENCE = 600.0
 """monarch.quorum_timeout_seconds."""
 
-LIGHTHOUSE_SECONDS, FIRST_HEARTBEATS = 0.5, 0.5
+LIGHTHOUSE_STARTS, LIGHTHOUSE_STOPS, FIRST_HEARTBEATS = 0.5, 0.1, 0.5
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class SimulatedLighthouse:
         return await self._died
 
     async def stop(self) -> None:
-        await asyncio.sleep(LIGHTHOUSE_SECONDS)
+        await asyncio.sleep(LIGHTHOUSE_STOPS)
         self.stopped = True
 
 
@@ -158,7 +158,7 @@ class Quorums:
         self.formed: list[Quorum] = []
 
     async def start(self, attempt: int) -> SimulatedLighthouse:
-        await asyncio.sleep(LIGHTHOUSE_SECONDS)
+        await asyncio.sleep(LIGHTHOUSE_STARTS)
         self.lighthouse, self._previous = SimulatedLighthouse(attempt), None
         self._look_in(FIRST_HEARTBEATS)
         return self.lighthouse

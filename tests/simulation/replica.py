@@ -29,6 +29,9 @@ NOTICED = 0.3
 
 COMMIT_RETRIES = 3
 
+FEW = 2 * SAMPLES
+"""A replica passes over no more than two windows: of those that it took and could not report."""
+
 
 class Broken(Exception):
     """What makes a trainer fail by itself."""
@@ -60,8 +63,8 @@ class SimulatedReplica:
         """Be where a replica is that was launched so."""
         part, positions = self._part, self.launch.positions
         begin = part.sample if part is not None else 0
-        shards = [Shard(self.launch.replica, rank, begin) for rank in self.ranks]
-        self.batches = [Batches(shard, begin, positions.get(shard.rank, {})) for shard in shards]
+        self._shards = [Shard(self.launch.replica, rank, begin) for rank in self.ranks]
+        self.batches = [Batches(shard, begin, positions.get(shard.rank, {})) for shard in self._shards]
         lacks_part = bool(self.cluster.parts) and part is None
         if self.cluster.schedule.num_replicas > 1 and (self.launch.attempt or lacks_part):
             return
@@ -223,8 +226,7 @@ class SimulatedReplica:
                 return True
             if healed:
                 window = None  # it is not of these parameters: its samples are drawn anew
-                for batches in self.batches:
-                    batches.go_to(self.state.seen(self.launch.replica))
+                self._go_to(self.state.seen(self.launch.replica))
             with self._moment(Moment.OUTER_STEP):
                 state = await quorum.reduce(self, window)
             self._quorum = None
@@ -239,6 +241,15 @@ class SimulatedReplica:
             await asyncio.sleep(COMMIT)
         await self._save(state)
         return False
+
+    def _go_to(self, sample: int) -> None:
+        """Go on after these samples of the shard. Passing over more than a few takes long where data is tokenized."""
+        before = self._shards[0].drawn
+        for batches in self.batches:
+            batches.go_to(sample)
+        passed = self._shards[0].drawn - before
+        if passed > FEW and (self._part is not None or not self.cluster.parts):
+            self.cluster.complaints.append(f"replica {self.launch.replica} passes over {passed} samples")
 
     async def _save(self, state: State) -> None:
         """Save a checkpoint where one is due. At the end TorchTitan saves only the model."""

@@ -13,10 +13,13 @@ class Shard:
 
     def __init__(self, replica: int, rank: int, place: int) -> None:
         self.replica, self.rank, self._place = replica, rank, place
+        self.drawn = 0
+        """Samples, those included that are only passed over."""
 
     def __iter__(self) -> Iterator[Sample]:
         while True:
             self._place += 1
+            self.drawn += 1
             yield self.replica, self.rank, self._place - 1
 
     def state_dict(self) -> dict[str, int]:

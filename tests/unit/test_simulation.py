@@ -79,6 +79,13 @@ def test_run_that_is_killed_as_a_whole_goes_on(lost):
     survives(Crash(at=27.0, lost=lost), Crash(at=17.0), checkpoint_every=1, outer_steps=5)
 
 
+def test_run_fails_at_once_when_the_only_replica_with_a_checkpoint_dies():
+    only = (Crash(at=27.0, lost=(1, 2)), Death(replica=0, moment=Moment.START, nth=1))
+    schedule = Schedule(faults=only, checkpoint_every=1, outer_steps=5)
+    assert broken(schedule) == []
+    assert "no other replica is left to heal from" in play(schedule).reason
+
+
 def test_all_reduce_that_breaks_with_nobody_dead_is_survived():
     survives(Break(nth=1), torn=0)
     survives(Break(nth=1), torn=1)
