@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from monarch_titan.control.agreement import Agreement
 from monarch_titan.control.events import (
     Event,
     LighthouseFailed,
@@ -77,8 +78,7 @@ class Controller:
         self._changes = Changes()
         self._end = Finish(self._members, self._changes)
         self._ledger = DataLedger()
-        # (outer step, rank) -> replica -> hashes, of replicas that live.
-        self._states: dict[tuple[int, int], dict[int, tuple[str, str]]] = {}
+        self._agreement = Agreement()
         self._lighthouse_attempt = 0
         self._released = False
         self._fatal: str | None = None
@@ -160,7 +160,7 @@ class Controller:
                 replica = member.replica = await self._launch(launch)
                 if launch.lighthouse_attempt != self._lighthouse_attempt:
                     await self._announce_lighthouse([replica])
-                failure = await replica.run()
+                failure = await self._end_of(member, replica)
             except Exception as error:
                 failure = Failure(cause=_in_a_line(error))
             if self._released:
@@ -171,6 +171,16 @@ class Controller:
             member.replica = None
             if replica is not None:
                 await _to_its_end(asyncio.gather(replica.stop(), self._tell_peers(member, launch.attempt)))
+
+    async def _end_of(self, member: Member, replica: Replica) -> Failure | None:
+        """Wait until a replica ends or has to: None when it was released, or what went wrong."""
+        run = asyncio.ensure_future(replica.run())
+        condemned = asyncio.create_task(self._changes.until(lambda: member.condemned is not None))
+        try:
+            await asyncio.wait([run, condemned], return_when=asyncio.FIRST_COMPLETED)
+            return run.result() if run.done() else member.condemned
+        finally:
+            await _cancel(run, condemned)
 
     async def _tell_peers(self, member: Member, attempt: int) -> None:
         """Have nobody wait for an attempt that is over."""
@@ -187,9 +197,7 @@ class Controller:
         attempt, cause = member.attempt, failure.cause or "its process died"
         member.failures += 1
         member.end_attempt()
-        # Its last outer step may have committed nowhere else: peers take that one anew.
-        for states in self._states.values():
-            states.pop(member.replica_id, None)
+        self._agreement.forget(member.replica_id)
         alone = not self._heals() and not self._restart_alone
         action = Action.GIVE_UP if alone else self._policy.next(member.failures)
         self._log(
@@ -229,20 +237,23 @@ class Controller:
         await self._end.release()
 
     def _compare(self, state: ReplicaState) -> None:
-        """Fail the run when two replicas have committed different global parameters in the same outer step."""
-        if not self._members[state.replica].has_state:
+        """Have replicas heal whose state is not that of most others; where there are no most, fail the run."""
+        voters = {member.replica_id for member in self._members if member.has_state and member.condemned is None}
+        if state.replica not in voters:
             return  # last words of an attempt that is over
-        found = (state.global_parameters, state.outer_optimizer)
-        states = self._states.setdefault((state.outer_step, state.rank), {})
-        different = [replica for replica, other in states.items() if replica != state.replica and other != found]
-        if different:
-            self._fail_with(
-                f"replicas {different[0]} and {state.replica} differ after outer step {state.outer_step}, "
-                f"on rank {state.rank}"
-            )
-        states[state.replica] = found
-        # Two outer steps are enough to compare; a month of them would fill the memory.
-        self._states = {key: value for key, value in self._states.items() if key[0] > state.outer_step - 2}
+        difference = self._agreement.take(state, voters)
+        if difference is None:
+            return
+        after = f"after outer step {difference.outer_step}"
+        if not difference.right:
+            first, *_, last = difference.wrong
+            self._fail_with(f"replicas {first} and {last} differ {after}, on rank {difference.rank}")
+        for replica in difference.wrong if difference.right else ():
+            others = ", ".join(map(str, difference.right))
+            cause = f"its state {after} is not that of the other replicas ({others})"
+            self._members[replica].condemned = Failure(cause=cause, rank=difference.rank)
+            self._agreement.forget(replica)
+        self._changes.notify()
 
     # The lighthouse ------------------------------------------------------------------------------------------------
 
@@ -283,7 +294,7 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await _to_its_end(asyncio.gather(*tasks, return_exceptions=True))

@@ -70,6 +70,8 @@ class Member:
     step: int = 0
     has_state: bool = True
     """Whether a peer can heal from it: true from the start and again once it has caught up."""
+    condemned: Failure | None = None
+    """Why the present attempt must not go on, although it could."""
     lost: bool = False
     attending: bool = False
     """Whether it was sent into a quorum, held as it is, and is not back."""
@@ -111,6 +113,7 @@ class Member:
         """Forget the attempt that has just failed; what it still reports is of the past from now on."""
         self.attempt += 1
         self.has_state = False
+        self.condemned = None
         self.with_state.clear()
         self.asking.clear()
         self.finished.clear()

@@ -44,7 +44,7 @@ class RecoveryPolicy:
     no sign of life for that long; ``hang_seconds`` where that is more."""
 
     pause_seconds: float = 600.0
-    """Longest time for what has no usual length: starting until the end of the first step, saving, validating."""
+    """Longest time for what has no usual length: starting until the end of the second step, saving, validating."""
 
     def next(self, failures: int) -> Action:
         """The action after this many failures in a row (1 or more)."""

@@ -25,14 +25,15 @@ class Sign:
     waiting: bool
     """Whether it waits for peers, whose fault it is when that takes long."""
     longest: float | None
-    """Seconds of its longest recent step, if it has ended one."""
+    """Seconds of its longest recent step, if it has ended one after the first."""
 
 
 class Progress:
     """Written by the training thread, read by another.
 
-    A step may take ``hang_steps`` times as long as the longest recent one, but ``hang_seconds`` at least. Until the
-    first step has ended, and between steps, where checkpoints are written, it is ``pause_seconds``.
+    A step may take ``hang_steps`` times as long as the longest recent one, but ``hang_seconds`` at least. Until a
+    second step has ended, and between steps, where checkpoints are written, it is ``pause_seconds``. The first step
+    is no measure of others: allocators, kernels and connections are made in it.
     """
 
     def __init__(self, policy: RecoveryPolicy) -> None:
@@ -41,6 +42,7 @@ class Progress:
         # In one tuple, so that no reader sees half of a change: since when, in a step, waiting for peers.
         self._doing = (time.monotonic(), False, False)
         self._waited = 0.0
+        self._warm = False
 
     @contextlib.contextmanager
     def step(self) -> Generator[None]:
@@ -48,7 +50,10 @@ class Progress:
         self._waited = 0.0
         begin = self._begin(in_step=True)
         yield
-        self._recent.append(self._begin() - begin - self._waited)
+        ended = self._begin()
+        if self._warm:
+            self._recent.append(ended - begin - self._waited)
+        self._warm = True
 
     @contextlib.contextmanager
     def waiting(self) -> Generator[None]:

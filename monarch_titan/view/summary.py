@@ -316,7 +316,8 @@ class RunSummary:
         who = f"replica {event.replica}" + ("" if event.rank is None else f" rank {event.rank}")
         then = "giving it up" if replica.state is State.LOST else replica.state.value
         cause = first_line(event.cause)
-        self._note(event, "bad", f"{who} failed at step {event.step}: {cause}; {then}, log: {event.log}")
+        log = f", log: {event.log}" if event.log else ""
+        self._note(event, "bad", f"{who} failed at step {event.step}: {cause}; {then}{log}")
 
     def _end(self, event: events.RunFinished) -> None:
         self.finished = event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ HANG_SECONDS = 5
     ("how", "cause", "noticed"),
     [
         ("SIGKILL", "killed by SIGKILL", 3),
-        ("hang", f"it hung: no sign of life for {HANG_SECONDS} s", HANG_SECONDS + 4),
+        # Ten times its longest step, where that is more.
+        ("hang", r"it hung: no sign of life for (\d+) s", 2 * HANG_SECONDS),
     ],
 )
 def test_peer_lost_in_the_outer_allreduce_costs_nobody_a_window(
@@ -32,8 +34,9 @@ def test_peer_lost_in_the_outer_allreduce_costs_nobody_a_window(
 ) -> None:
     options = (*IN_ALLREDUCE, f"dataloader.how={how}", TIMEOUT, f"monarch.recovery.hang_seconds={HANG_SECONDS}")
     with TrainingRun(tmp_path, *options, config=FAULTY) as run:
-        failed = run.wait_for(ReplicaFailed)
-        assert (failed.replica, failed.rank, failed.cause) == (VICTIM, 1, cause)
+        failed = run.wait_for(ReplicaFailed, timeout=200)
+        assert (failed.replica, failed.rank) == (VICTIM, 1)
+        assert re.fullmatch(cause, failed.cause or "")
         assert failed.time - float((tmp_path / "failed").read_text()) < noticed
         run.assert_ended_well(survivors=(0, 2))
     for replica in (0, 2):

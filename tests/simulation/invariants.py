@@ -25,19 +25,12 @@ END = 30.0
 """Virtual seconds within which a run that has failed has stopped everything: stopping takes parts of a second."""
 
 
-def broken(schedule: Schedule, *, known: bool = False) -> list[str]:
-    """What a run on this schedule did that it must not do, in sentences; empty when all is well.
-
-    Args:
-        known: name also what is known not to hold: those who have not got an outer step take it anew when they are
-            enough for a quorum and do not wait for the one who has it, and the run ends because replicas differ.
-    """
+def broken(schedule: Schedule) -> list[str]:
+    """What a run on this schedule did that it must not do, in sentences; empty when all is well."""
     try:
         story = play(schedule)
     except AssertionError as error:
         return [f"assertion: {error}"]
-    if not known and any(f"after outer step {step}," in run.reason for run in story.runs for step in story.world.forks):
-        return []
     checks = (
         *(_nothing_left, _order, _failures, _relaunches, _giving_up, _end_in_time),
         *(_never_back, _no_divergence, _success),
@@ -47,11 +40,11 @@ def broken(schedule: Schedule, *, known: bool = False) -> list[str]:
     return [*found, *_samples(story)]
 
 
-def smallest(schedule: Schedule, *, known: bool = False) -> Schedule:
+def smallest(schedule: Schedule) -> Schedule:
     """What is left of a schedule that breaks something, once the faults are gone without which it still does."""
     for simpler in schedule.simpler():
-        if broken(simpler, known=known):
-            return smallest(simpler, known=known)
+        if broken(simpler):
+            return smallest(simpler)
     return schedule
 
 
@@ -103,14 +96,19 @@ def _order(cluster: Cluster) -> Iterator[str]:
 
 
 def _failures(cluster: Cluster) -> Iterator[str]:
-    """Every attempt that ended by itself is one failure, and no other is."""
+    """Every attempt that ended by itself is one failure, and so is one that alone has an outer step; no other is."""
     told = {(e.replica, e.attempt) for e in _events(cluster, ReplicaFailed)}
     if len(told) != len(_events(cluster, ReplicaFailed)):
         yield "an attempt failed twice"
     died = {(r.launch.replica, r.launch.attempt) for r in cluster.replicas if r.cause}
     died |= {(launch.replica, launch.attempt) for launch in cluster.refused}
-    if told - died:
-        yield f"failures of replicas that did not fail: {sorted(told - died)}"
+    condemned = {
+        (event.replica, event.attempt)
+        for event in _events(cluster, ReplicaFailed)
+        if any(f"its state after outer step {step} is not" in event.cause for step in cluster.world.forks)
+    }
+    if told - died - condemned:
+        yield f"failures of replicas that did not fail: {sorted(told - died - condemned)}"
     # Of a run that ends, the last deaths are nobody's business any more.
     if cluster.status == "succeeded" and (late := died - told - _newest(cluster)):
         yield f"failures not told: {sorted(late)}"

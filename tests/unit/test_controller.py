@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -1057,9 +1058,40 @@ def test_outer_step_of_a_replica_that_died_with_it_may_be_taken_anew_and_otherwi
 
 
 @pytest.mark.parametrize("what", ["parameters", "momentum"])
-def test_replicas_that_differ_after_an_outer_step_fail_the_run(what):
-    run = train(receive(state(0, 1, rank=1), state(1, 1, rank=1), state(2, 1, rank=1, **{what: "other"})))
-    assert run.reason == "replicas 0 and 2 differ after outer step 1, on rank 1"
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_replica_that_differs_from_the_others_after_an_outer_step_heals(what, order):
+    states = [state(0, 1, rank=1), state(1, 1, rank=1), state(2, 1, rank=1, **{what: "other"})]
+    run = train(receive(*(states[index] for index in order)), ranks=2)
+    assert run.reason is None
+    (failed,) = run.events(ReplicaFailed)
+    assert (failed.replica, failed.rank, failed.action) == (2, 1, "respawn")
+    assert failed.cause == "its state after outer step 1 is not that of the other replicas (0, 1)"
+    assert [replica.launch.attempt for replica in run.replicas if replica.launch.replica == 2] == [0, 1]
+
+
+def test_replica_that_was_stopped_for_its_state_is_not_compared_until_it_has_healed():
+    async def scenario(run):
+        await receive(state(0, 1), state(1, 1), state(2, 1, "other"), state(2, 2, "other"), state(0, 2))(run)
+        run.controller.receive(state(2, 1, "last words"))
+
+    run = train(scenario)
+    assert run.reason is None
+    assert [event.replica for event in run.events(ReplicaFailed)] == [2]
+
+
+def test_replicas_that_differ_fail_the_run_where_no_majority_tells_who_is_wrong():
+    run = train(receive(state(0, 1), state(1, 1, "other")), num_replicas=2)
+    assert run.reason == "replicas 0 and 1 differ after outer step 1, on rank 0"
+    run = train(receive(state(0, 1), state(1, 1, "other"), state(2, 1, "third")))
+    assert run.reason == "replicas 0 and 2 differ after outer step 1, on rank 0"
+
+
+def test_replicas_that_are_lost_have_no_voice():
+    async def scenario(run):
+        await fail(run, 2)
+        await receive(state(0, 1), state(1, 1, "other"))(run)
+
+    assert train(scenario).reason == "replicas 0 and 1 differ after outer step 1, on rank 0"
 
 
 def test_replicas_that_agree_after_each_outer_step_go_on():
@@ -1070,13 +1102,13 @@ def test_replicas_that_agree_after_each_outer_step_go_on():
 
 
 def test_replica_one_outer_step_behind_is_still_compared():
-    run = train(receive(state(0, 1), state(0, 2), state(1, 1, "other")))
-    assert run.reason == "replicas 0 and 1 differ after outer step 1, on rank 0"
+    run = train(receive(state(0, 1), state(1, 1), state(0, 2), state(2, 1, "other")))
+    assert [event.replica for event in run.events(ReplicaFailed)] == [2]
 
 
 def test_memory_of_the_comparison_does_not_grow_with_the_run():
     run = train(receive(*(state(replica, outer_step) for outer_step in range(100) for replica in range(3))))
-    assert len(run.controller._states) == 2
+    assert len(run.controller._agreement._states) == 2
 
 
 def test_replica_that_repeats_outer_steps_is_not_compared_with_itself():
@@ -1349,11 +1381,12 @@ def test_failed_run_stops_a_replica_that_is_just_being_launched():
 
 def test_first_reason_to_fail_is_the_one_told():
     async def scenario(run):
-        run.controller.receive(state(0, 1))
-        run.controller.receive(state(1, 1, "other"))
-        run.controller.receive(state(2, 1, "third"))
+        for replica in range(3):
+            run.controller.receive(state(replica, 1, f"of {replica}"))
+        for replica in range(3):
+            run.controller.receive(state(replica, 2, f"of {replica}"))
 
-    assert train(scenario).reason.startswith("replicas 0 and 1 differ")
+    assert train(scenario).reason == "replicas 0 and 2 differ after outer step 1, on rank 0"
 
 
 def test_error_in_the_log_fails_the_run_rather_than_stopping_one_supervision():

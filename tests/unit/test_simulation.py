@@ -16,6 +16,7 @@ from monarch_titan.control.recovery import Action, RecoveryPolicy
 from monarch_titan.training.batches import Batches
 from tests.simulation.cluster import play
 from tests.simulation.invariants import broken, told
+from tests.simulation.quorum import JOIN
 from tests.simulation.schedule import Break, Crash, Death, Fault, LastWords, Moment, Outage, Schedule
 
 SCHEDULES = 2500
@@ -121,17 +122,14 @@ def test_window_of_a_replica_that_died_in_or_right_after_its_outer_step_is_not_r
     survives(Death(replica=1, moment=moment), last_words=LastWords.LOST, torn=2)
 
 
-# Known not to hold ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fault", [Break(nth=0), Death(replica=1, moment=Moment.OUTER_STEP)], ids=str)
-def test_survivors_who_take_an_outer_step_anew_without_the_one_who_has_it_end_the_run(fault):
-    """Replica 0 alone has the result of an all-reduce, and is in its next window longer than a quorum waits for it."""
-    survives(fault, torn=1, window_seconds=(30.0, 30.0, 30.0))
-    schedule = Schedule(faults=(fault,), torn=1, window_seconds=(100.0, 100.0, 100.0))
-    assert "differ after outer step 1" in play(schedule).reason
-    assert broken(schedule) == []
-    assert broken(schedule, known=True)
+@pytest.mark.parametrize("seconds", [30.0, 100.0])
+def test_replica_that_alone_has_an_outer_step_joins_the_others_again(fault, seconds):
+    """Replica 0 has the result of an all-reduce, and is in its next window, perhaps longer than a quorum waits."""
+    survives(fault, torn=1, window_seconds=(seconds,) * 3)
+    failed = [log.event for log in play(Schedule(faults=(fault,), torn=1, window_seconds=(seconds,) * 3)).runs[0].log]
+    stopped = [event.replica for event in failed if isinstance(event, ReplicaFailed) and "its state" in event.cause]
+    assert stopped == ([0] if seconds > JOIN else [])
 
 
 # The simulation notices -----------------------------------------------------------------------------------------------

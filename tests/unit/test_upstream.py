@@ -395,7 +395,7 @@ def test_quorum_client_tells_the_quorums_of_two_lighthouses_apart():
     results = [first_quorum(wrap(attempt)) for attempt in (0, 1)]
     assert results[1].quorum_id - results[0].quorum_id == upstream.QuorumClient.IDS_PER_LIGHTHOUSE
     assert [client.quorum_id for client in clients] == [result.quorum_id for result in results]
-    assert formed == [["test"]] * 2
+    assert formed == [["replica_0"]] * 2
     # The rest of the answer is as TorchFT gave it, with nothing missing that its manager reads.
     plain = first_quorum(lambda manager: None)
     for name in ("replica_rank", "replica_world_size", "max_step", "max_world_size", "max_replica_rank", "heal"):
