@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,6 +30,9 @@ OVERRIDES = (
     "for a recipe also group=option"
 )
 
+# A soak ends by its time: more steps than it will ever take.
+CHAOS_STEPS = 10_000_000
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a user's mistake and a failed run are one line on stderr."""
@@ -37,7 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        # argparse wants all of a verb's positional arguments in one place.
+        if not hasattr(options, "overrides") or any(text.startswith("-") for text in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.overrides += rest
     sys.path.insert(0, os.getcwd())  # as python -m does: a user's own configuration functions are found
     # Until a run has its log files, its libraries' remarks have nowhere to go but the screen.
     logging.getLogger().addHandler(logging.NullHandler())
@@ -120,12 +129,55 @@ def recipes_copy(options: argparse.Namespace) -> int:
 def demo(options: argparse.Namespace) -> int:
     """Train three small replicas on this machine's CPU, kill a process of one and watch it heal."""
     from monarch_titan.config.loader import load
-    from monarch_titan.control.faults import Fault
 
     config = load(Path(__file__).with_name("configs") / "local.toml", *options.overrides)
     replica = min(1, config.monarch.num_replicas - 1)
     rank = min(1, config.monarch.ranks_per_replica - 1)
-    return _run_and_report(config, faults=[Fault(replica=replica, rank=rank, step=config.training.steps // 2)])
+    step = config.training.steps // 2
+    config.monarch.faults.schedule = [f"SIGKILL replica {replica} rank {rank} at step {step}"]
+    return _run_and_report(config)
+
+
+def chaos(options: argparse.Namespace) -> int:
+    """Train with failures at random for some minutes, and judge what became of the training."""
+    from rich.console import Console
+
+    from monarch_titan import run
+    from monarch_titan.config.loader import load
+    from monarch_titan.control.events import Event, Step
+    from monarch_titan.view.terminal import TerminalView
+    from monarch_titan.view.verdict import Soak, print_verdict
+
+    config = load(options.config, *options.overrides)
+    config.training.steps = CHAOS_STEPS
+    config.monarch.check_replicas = "outer_step"
+    config.monarch.faults.mtbf_seconds = options.mtbf
+    soak, over = Soak(), threading.Event()
+
+    def end() -> None:
+        over.set()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(60 * options.minutes, end)
+
+    def watch(event: Event) -> None:
+        if isinstance(event, Step) and timer.ident is None:
+            timer.start()
+
+    with open(os.dup(1), "w") as terminal:
+        console = Console(file=terminal)
+        view = TerminalView(console)
+        try:
+            with view:
+                run.train(config, observers=[view, soak, watch])
+        except KeyboardInterrupt:
+            if not over.is_set():
+                raise
+        finally:
+            timer.cancel()
+            if view.summary.started is not None:
+                print_verdict(console, soak.verdict())
+    return 0 if soak.verdict().sound else 1
 
 
 def report(options: argparse.Namespace) -> int:
@@ -169,7 +221,7 @@ def _write(path: Path | None, text: str) -> None:
         raise ConfigError(f"{path} must be a new file that can be written: {error.strerror}.") from error
 
 
-def _run_and_report(config: MonarchTrainer.Config, **injected: Any) -> int:
+def _run_and_report(config: MonarchTrainer.Config) -> int:
     from rich.console import Console
 
     from monarch_titan import run
@@ -182,7 +234,7 @@ def _run_and_report(config: MonarchTrainer.Config, **injected: Any) -> int:
         view = TerminalView(console)
         try:
             with view:
-                run.train(config, observers=[view], **injected)
+                run.train(config, observers=[view])
         finally:
             if view.summary.started is not None:
                 print_report(console, view.summary, config.dump_folder)
@@ -253,11 +305,25 @@ def _parser() -> argparse.ArgumentParser:
         _completed(verb.add_argument("choices", nargs="*", default=[], metavar="GROUP=OPTION", help=choices), _choices)
     verb = _add(verbs, demo)
     _overrides(verb, "as for train")
+    verb = _add(verbs, chaos)
+    _completed(verb.add_argument("config", metavar="CONFIG", help=CONFIG), _configs)
+    mtbf = "mean time between failures of the whole run, in seconds (default 60)"
+    verb.add_argument("--mtbf", type=_positive, default=60.0, metavar="SECONDS", help=mtbf)
+    minutes = "how long, from the first step on (default 30)"
+    verb.add_argument("--minutes", type=_positive, default=30.0, metavar="MINUTES", help=minutes)
+    _overrides(verb, OVERRIDES)
     verb = _add(verbs, report)
     verb.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the dump_folder of a run")
     verb = _add(verbs, completion)
     verb.add_argument("shell", choices=["bash", "zsh", "fish"], help="your shell")
     return parser
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be greater than 0, got {text}")
+    return number
 
 
 def _add(verbs: Any, function: Callable[[argparse.Namespace], int], name: str = "") -> argparse.ArgumentParser:

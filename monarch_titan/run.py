@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from monarch_titan.config.writer import to_toml
 from monarch_titan.control.checkpoints import Found, newest
 from monarch_titan.control.controller import Controller, Launch, RunFailed
 from monarch_titan.control.events import Event, EventLog, LighthouseStarted, Resumed, RunFinished, RunStarted
-from monarch_titan.control.faults import Fault, Injector
+from monarch_titan.control.faults import Injector
 from monarch_titan.training import cpu
 from monarch_titan.training.trainer import MonarchTrainer
 from monarch_titan.view.summary import RunSummary
@@ -45,14 +45,12 @@ def train(
     config: MonarchTrainer.Config,
     *,
     observers: Iterable[Callable[[Event], None]] = (),
-    faults: Sequence[Fault] = (),
 ) -> RunSummary:
     """Train with all replicas to the end and return what happened.
 
     Args:
         config: from ``load()`` or a configuration function; it is checked first.
         observers: called with every event, in order.
-        faults: failures to inject.
 
     Raises:
         ConfigError: the configuration cannot be run; nothing was started.
@@ -69,7 +67,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(resolved)
     with _terminable():
-        return _recorded(config, folder, checkpoint_to_resume(config, folder), observers, faults)
+        return _recorded(config, folder, checkpoint_to_resume(config, folder), observers)
 
 
 def _recorded(
@@ -77,13 +75,12 @@ def _recorded(
     folder: Path,
     checkpoint: Found,
     observers: Iterable[Callable[[Event], None]],
-    faults: Sequence[Fault],
 ) -> RunSummary:
     """Train with every event written down, the last one however it ends."""
     summary = RunSummary()
     events = EventLog(folder / "events.jsonl", [summary, *observers])
-    if faults:
-        events.observe(Injector(faults, events))
+    if config.monarch.faults.any:
+        events.observe(Injector(config.monarch.faults, events))
     began = time.time()
     status, reason = "failed", "internal error"
     events(_run_started(config, folder))

@@ -20,6 +20,7 @@ from monarch_titan.config.converters import enabled_converters
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.parallelism import check_parallelism, check_without_accelerator
 from monarch_titan.config.rules import at_least, positive, require
+from monarch_titan.control.faults import KINDS, Fault
 
 if TYPE_CHECKING:
     from monarch_titan.training.trainer import MonarchTrainer
@@ -112,6 +113,26 @@ def _check_monarch(config: MonarchTrainer.Config) -> None:
     at_least(0, recovery, path, "backoff_seconds", "max_backoff_seconds", "commit_retries")
     positive(recovery, path, "hang_seconds", "pause_seconds")
     at_least(1, recovery, path, "hang_steps")
+    _check_faults(config)
+
+
+def _check_faults(config: MonarchTrainer.Config) -> None:
+    monarch, faults, path = config.monarch, config.monarch.faults, "monarch.faults"
+    at_least(0, faults, path, "mtbf_seconds")
+    rule = f"be a list of {', '.join(KINDS)}"
+    require(bool(faults.kinds) and set(faults.kinds) <= set(KINDS), f"{path}.kinds", rule, faults.kinds)
+    for index, text in enumerate(faults.schedule):
+        place = f"{path}.schedule.{index}"
+        try:
+            fault = Fault.parse(text)
+        except ValueError as error:
+            rule = f'read as "SIGKILL replica 1 rank 0 at step 30", the kind being one of {", ".join(KINDS)}'
+            raise ConfigError(f"{place} must {rule}, got {text!r}.") from error
+        within = [("replica", fault.replica, monarch.num_replicas), ("rank", fault.rank, monarch.ranks_per_replica)]
+        for what, number, count in within:
+            require(number is None or number < count, place, f"name a {what} below {count}", text)
+    rule = 'be "local" with monarch.faults, which are injected into processes of the controller\'s host'
+    require(not faults.any or monarch.scheduler == "local", "monarch.scheduler", rule, monarch.scheduler)
 
 
 def _check_fault_tolerance(config: MonarchTrainer.Config) -> None:

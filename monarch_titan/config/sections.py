@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from monarch_titan.control.faults import Faults
 from monarch_titan.control.recovery import RecoveryPolicy
 
 
@@ -120,6 +121,7 @@ class Monarch:
 
     lighthouse: Lighthouse = field(default_factory=Lighthouse)
     recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)
+    faults: Faults = field(default_factory=Faults)
 
     @property
     def ranks_per_replica(self) -> int:

@@ -16,6 +16,7 @@ from monarch_titan.control.events import (
     ReplicaFailed,
     ReplicaFinished,
     ReplicaLost,
+    ReplicasDiffer,
     ReplicaState,
     Report,
     Step,
@@ -244,6 +245,14 @@ class Controller:
         difference = self._agreement.take(state, voters)
         if difference is None:
             return
+        self._log(
+            ReplicasDiffer(
+                outer_step=difference.outer_step,
+                rank=difference.rank,
+                right=list(difference.right),
+                wrong=list(difference.wrong),
+            )
+        )
         after = f"after outer step {difference.outer_step}"
         if not difference.right:
             first, *_, last = difference.wrong

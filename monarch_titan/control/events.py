@@ -151,6 +151,10 @@ class OuterStep(Event):
     """Payload given to the all-reduce by all ranks of this replica."""
     error: str | None = None
     """Why it was not committed."""
+    first_batch: int = 0
+    """Batches of its shard that rank 0 had drawn when its window began."""
+    seen_batches: list[int] = field(default_factory=list)
+    """Replica -> batches of its rank 0's shard that the global parameters have seen now."""
 
 
 @_kind
@@ -169,6 +173,18 @@ class ReplicaState(Event):
     optimizer: str
     """Adam's moments and step counts as they entered the outer step."""
     lr: float
+
+
+@_kind
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicasDiffer(Event):
+    """Replicas have committed different states in one outer step."""
+
+    outer_step: int
+    rank: int
+    right: list[int]
+    """Those that agree and are the majority; the others heal from them. Empty without one, and the run fails."""
+    wrong: list[int]
 
 
 @_kind
@@ -212,10 +228,11 @@ class ReplicaFinished(Event):
 @_kind
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultInjected(Event):
-    """A signal was sent on purpose, by ``monarch-titan demo`` or a test."""
+    """A signal was sent on purpose (``monarch.faults``)."""
 
-    replica: int
-    rank: int
+    replica: int | None
+    """None for the lighthouse, as is ``rank``."""
+    rank: int | None
     step: int
     pid: int
     signal: str

@@ -63,11 +63,13 @@ class Batches:
     Args:
         dataloader: TorchTitan's, where ``count`` batches of the shard have been drawn.
         marks: count -> state of the dataloader there, of earlier lives.
+
+    ``drawn`` is how many batches were drawn so far, ``began`` how many when the present window began.
     """
 
     def __init__(self, dataloader: Any, count: int = 0, marks: dict[int, Any] | None = None) -> None:
         self._dataloader = dataloader
-        self.drawn = count
+        self.drawn = self.began = count
         self._marks = dict(marks or {})
         self._iterator: Iterator[Any] | None = None
         self._make: Callable[[], Iterator[Any]] = lambda: iter(dataloader)
@@ -88,7 +90,8 @@ class Batches:
         return batch
 
     def mark(self) -> Any:
-        """Remember where we are; the dataloader's state."""
+        """Remember where we are, the beginning of a window; the dataloader's state."""
+        self.began = self.drawn
         self._marks.pop(self.drawn, None)
         state = self._marks[self.drawn] = self._dataloader.state_dict()
         for oldest in list(self._marks)[:-MARKS]:
@@ -107,3 +110,4 @@ class Batches:
         self._iterator = None
         while self.drawn < count:
             next(self)
+        self.began = count

@@ -68,7 +68,7 @@ class Membership:
     def report(self, outcome: Outcome) -> None:
         """Tell the controller how an outer step ended, and where the data stands when it committed."""
         context, outer_step = self.context, self.manager.current_step()
-        self.committed = outcome.committed
+        self.committed, first_batch = outcome.committed, self.batches.began
         if outcome.committed:
             self.report_position(outer_step)
             if self.trainer.config.monarch.check_replicas == "outer_step":
@@ -85,6 +85,8 @@ class Membership:
                     seconds=round(outcome.seconds, 4),
                     bytes=outcome.bytes * self.trainer.parallel_dims.world_size,
                     error=None if outcome.committed else self.manager.why_not(),
+                    first_batch=first_batch,
+                    seen_batches=list(self.seen.counts),
                 )
             )
 

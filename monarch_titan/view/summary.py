@@ -219,8 +219,10 @@ class RunSummary:
                 where = f"replica {event.replica} finished at step {event.step}"
                 self._note(event, "info", f"{where}, waiting for its peers")
             case events.FaultInjected():
-                self._replica(event.replica).faults.append(event)
-                target = f"replica {event.replica} rank {event.rank} (pid {event.pid})"
+                target = f"the lighthouse (pid {event.pid})"
+                if event.replica is not None:
+                    self._replica(event.replica).faults.append(event)
+                    target = f"replica {event.replica} rank {event.rank} (pid {event.pid})"
                 self._note(event, "warning", f"fault injected: {event.signal} to {target} at step {event.step}")
             case events.LighthouseFailed():
                 self.lighthouse_failures += 1

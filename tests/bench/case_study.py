@@ -16,11 +16,10 @@ import psutil
 
 from monarch_titan import load, train
 from monarch_titan.control.events import OuterStep, ReplicaStarted, Step
-from monarch_titan.control.faults import Fault
 from tests.bench.common import events, machine, spread
 
 CONFIG = Path(__file__).parents[2] / "configs" / "local.toml"
-VICTIM = Fault(replica=2, rank=5, step=30)
+FAULT = "SIGKILL replica 2 rank 5 at step 30"
 NEEDED_GIB = 14
 OVERRIDES = [
     "monarch.num_replicas=4",
@@ -79,7 +78,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, PeakMemory() as memory:
         folder, begin = Path(name), time.time()
         config = load(CONFIG, f"dump_folder={folder}", *OVERRIDES)
-        summary = train(config, faults=[VICTIM])
+        config.monarch.faults.schedule = [FAULT]
+        summary = train(config)
         steps = events(folder, Step)
         committed = [event for event in events(folder, OuterStep) if event.committed]
         started = [event for event in events(folder, ReplicaStarted) if event.attempt == 0]

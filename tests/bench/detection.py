@@ -9,12 +9,11 @@ from pathlib import Path
 
 from monarch_titan import load, train
 from monarch_titan.control.events import FaultInjected, ReplicaFailed
-from monarch_titan.control.faults import Fault
 from tests.bench.common import events, machine, spread
 
 CONFIG = Path(__file__).parents[2] / "configs" / "local.toml"
 # One replica at a time, in the middle of a window, each healed before the next one is hit.
-FAULTS = [Fault(replica=index % 3, rank=index % 2, step=15 + 20 * index) for index in range(5)]
+FAULTS = [f"SIGKILL replica {index % 3} rank {index % 2} at step {15 + 20 * index}" for index in range(5)]
 LIMIT_SECONDS = 2.0
 
 
@@ -30,7 +29,9 @@ def seconds(folder: Path) -> list[float]:
 def measure(folder: Path) -> list[float]:
     """Train through five kills."""
     small = ["training.steps=120", "training.seq_len=32", "training.local_batch_size=1"]
-    train(load(CONFIG, f"dump_folder={folder}", *small), faults=FAULTS)
+    config = load(CONFIG, f"dump_folder={folder}", *small)
+    config.monarch.faults.schedule = FAULTS
+    train(config)
     return seconds(folder)
 
 

@@ -90,6 +90,19 @@ RANKS = "the ranks of one replica, which are monarch.hosts_per_replica (1) * mon
             "monarch.recovery.max_backoff_seconds must be at least 0, got -1.0.",
         ),
         ("monarch.recovery.commit_retries=-1", "monarch.recovery.commit_retries must be at least 0, got -1."),
+        ("monarch.recovery.hang_seconds=0", "monarch.recovery.hang_seconds must be greater than 0, got 0.0."),
+        ("monarch.recovery.hang_steps=0.5", "monarch.recovery.hang_steps must be at least 1, got 0.5."),
+        ("monarch.faults.mtbf_seconds=-1", "monarch.faults.mtbf_seconds must be at least 0, got -1.0."),
+        (
+            "monarch.faults.kinds=[SIGWINCH]",
+            "monarch.faults.kinds must be a list of SIGKILL, SIGSEGV, SIGABRT, SIGTERM, SIGSTOP, replica, lighthouse, "
+            'got ["SIGWINCH"].',
+        ),
+        (
+            "monarch.faults.mtbf_seconds=60 monarch.scheduler=slurm",
+            'monarch.scheduler must be "local" with monarch.faults, which are injected into processes of the '
+            'controller\'s host, got "slurm".',
+        ),
         (
             "fault_tolerance.enable=false",
             "fault_tolerance.enable must be true to join the replicas when monarch.num_replicas is greater than 1 "

@@ -1,17 +1,20 @@
 """The command's exit codes, and what it prints."""
 
+import dataclasses
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from monarch_titan import run
 from monarch_titan.cli import main, run_and_report
 from monarch_titan.config.errors import ConfigError
-from monarch_titan.control.events import RunFinished, RunStarted
+from monarch_titan.control.events import OuterStep, RunFinished, RunStarted, Step
+from monarch_titan.control.faults import Fault
 
 STARTED = RunStarted(
     dump_folder="out",
@@ -40,8 +43,8 @@ def outcome(monkeypatch):
     def outcome(error=None):
         runs = []
 
-        def train(config, *, observers=(), faults=()):
-            runs.append((config, faults))
+        def train(config, *, observers=()):
+            runs.append(config)
             for observer in observers:
                 observer(STARTED)
                 observer(RunFinished(status="failed" if error else "succeeded", seconds=1.0, reason=str(error or "")))
@@ -57,7 +60,7 @@ def outcome(monkeypatch):
 def test_train_runs_the_file_with_its_overrides(outcome, file, capfd):
     runs = outcome()
     assert main(["train", file, "training.steps=40", "monarch.num_replicas=2"]) == 0
-    assert [(config.training.steps, config.monarch.num_replicas) for config, _ in runs] == [(40, 2)]
+    assert [(config.training.steps, config.monarch.num_replicas) for config in runs] == [(40, 2)]
     printed = capfd.readouterr()
     assert "succeeded after 1.0 s" in printed.out
     assert printed.err == ""
@@ -101,6 +104,7 @@ def test_other_errors_are_bugs_and_keep_their_traceback(outcome, file):
         (["train"], "the following arguments are required: CONFIG (see monarch-titan train --help)"),
         (["report"], "the following arguments are required: RUN_DIR"),
         (["train", "x.toml", "--training.steps", "4"], "options are written without dashes, as training.steps=100"),
+        (["chaos", "x.toml", "--mtbf", "0"], "argument --mtbf: must be greater than 0, got 0"),
         (["train", "x.toml", "--verbose"], "unrecognized arguments: --verbose (see"),
     ],
 )
@@ -123,7 +127,8 @@ def test_mistake_in_the_configuration_is_one_line(file, capsys):
 def test_demo_kills_a_rank_that_exists_before_the_last_outer_step(outcome):
     runs = outcome()
     assert main(["demo"]) == 0
-    ((config, [fault]),) = runs
+    (config,) = runs
+    (fault,) = map(Fault.parse, config.monarch.faults.schedule)
     assert fault.replica < config.monarch.num_replicas
     assert fault.rank < config.monarch.ranks_per_replica
     assert fault.step < config.training.steps - config.fault_tolerance.sync_steps
@@ -132,13 +137,52 @@ def test_demo_kills_a_rank_that_exists_before_the_last_outer_step(outcome):
 def test_demo_takes_overrides(outcome):
     runs = outcome()
     assert main(["demo", "training.steps=80"]) == 0
-    assert [config.training.steps for config, _ in runs] == [80]
+    assert [config.training.steps for config in runs] == [80]
 
 
 def test_train_injects_no_fault(outcome, file):
     runs = outcome()
     main(["train", file])
-    assert [list(faults) for _, faults in runs] == [[]]
+    assert not runs[0].monarch.faults.any
+
+
+class Soaked:
+    """Replaces the run by one of two replicas that goes on until it is interrupted, the second window read twice."""
+
+    def __init__(self, monkeypatch, first_batch):
+        self.first_batch = first_batch
+        monkeypatch.setattr(run, "train", self.train)
+
+    def train(self, config, *, observers):
+        self.config = config
+        where = {"participants": 2, "committed": True, "contributed": True, "seconds": 0.1, "bytes": 1}
+        events = [
+            dataclasses.replace(STARTED, num_replicas=1),
+            Step(replica=0, step=1, loss=1.0, tokens=1, seconds=1.0),
+            OuterStep(time=1.0, replica=0, outer_step=1, step=10, seen_batches=[10], **where),
+            OuterStep(
+                time=2.0, replica=0, outer_step=2, step=20, first_batch=self.first_batch, seen_batches=[20], **where
+            ),
+        ]
+        for event in events:
+            for observer in observers:
+                observer(event)
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(("first_batch", "code", "verdict"), [(10, 0, "Verdict: sound"), (4, 1, "Verdict: not sound")])
+def test_chaos_trains_for_its_time_and_judges(monkeypatch, file, capfd, first_batch, code, verdict):
+    soaked = Soaked(monkeypatch, first_batch)
+    assert main(["chaos", file, "--mtbf", "7", "--minutes", "0.005", "monarch.faults.seed=3"]) == code
+    assert verdict in capfd.readouterr().out
+    faults = soaked.config.monarch.faults
+    assert (faults.mtbf_seconds, faults.seed, soaked.config.monarch.check_replicas) == (7, 3, "outer_step")
+
+
+def test_chaos_that_is_interrupted_before_its_time_says_so(outcome, file, capfd):
+    outcome(run.Interrupted(signal.SIGINT))
+    assert main(["chaos", file]) == 130
+    assert "stopped by SIGINT" in capfd.readouterr().err
 
 
 def test_report_of_a_folder_that_holds_no_run(tmp_path, capsys):
@@ -168,6 +212,7 @@ def test_help_names_all_verbs_and_loads_nothing_heavy():
         "convert",
         "recipes",
         "demo",
+        "chaos",
         "report",
         "completion",
     ]

@@ -24,6 +24,7 @@ NAMES = [
     "quorum",
     "outer_step",
     "replica_state",
+    "replicas_differ",
     "replica_failed",
     "replica_lost",
     "replica_finished",
