@@ -69,7 +69,7 @@ class GradientSync:
     def average(self) -> None:
         """Replace each gradient by its mean over the replicas in quorum, and commit. Call after the last backward pass.
 
-        Raises Overtaken when a peer's state has replaced ours meanwhile.
+        Raises Overtaken when a peer's state has replaced ours meanwhile, FloatingPointError when ours are not finite.
         """
         gradients = [
             local(parameter.grad)
@@ -77,6 +77,8 @@ class GradientSync:
             for parameter in model.parameters()
             if parameter.grad is not None
         ]
+        if gradients and not torch.stack([gradient.isfinite().all() for gradient in gradients]).all():
+            raise FloatingPointError("gradients are not finite in this step")
         with self._manager.waiting():
             while not self._attempt(gradients):
                 self._join()

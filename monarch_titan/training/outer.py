@@ -3,7 +3,7 @@
 DiLoCo (https://arxiv.org/abs/2311.08105). With g the global parameters of the last outer step and p_i those of replica
 i after its inner steps, each replica gives the pseudo-gradient d_i = g - p_i, and
 
-    d = sum_i(w_i d_i) / sum_i(w_i)        one all-reduce of a flat buffer, weights and counts of batches at its end
+    d = sum_i(w_i d_i) / sum_i(w_i)        one all-reduce of a flat buffer, with more at its end: see _attempt
     g <- outer_optimizer(g, d)             SGD, learning rate 0.7, Nesterov momentum 0.9
     p_i <- g
 
@@ -13,6 +13,9 @@ w_i is 1, or 0 for a replica that has just healed: its parameters are a copy of 
 With F fragments (https://arxiv.org/abs/2501.18512) one of them takes its turn every ``sync_steps / F`` steps. The
 flat buffer is float32, and so are the global parameters, which live on the parameters' device next to the momentum:
 12 bytes a parameter and rank shard during an outer step, 8 between two.
+
+Float buffers, such as router biases, are set to their mean with the same weights. A replica whose parameters are no
+longer finite fails rather than give them to the others.
 
 An attempt that fails because a peer was lost in it leaves g and p_i as they were: the next one, among those who live,
 takes the same pseudo-gradients, and nobody loses a window.
@@ -29,6 +32,7 @@ import torch
 from torch.distributed import ReduceOp
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from monarch_titan.training.buffers import FloatBuffers
 from monarch_titan.training.replica import digest, host_copy, local, shard_like
 
 if TYPE_CHECKING:
@@ -96,6 +100,14 @@ class Fragment:
         for parameter, globals_ in zip(self._parameters, self.globals, strict=True):
             local(parameter).copy_(globals_)
         self.contributes = True
+
+    def require_finite(self) -> None:
+        """Raises FloatingPointError, naming the first, when a parameter of our own window has a NaN or an infinity."""
+        if not self.contributes or not self._parameters:
+            return
+        finite = torch.stack([local(parameter).isfinite().all() for parameter in self._parameters]).tolist()
+        if not all(finite):
+            raise FloatingPointError(f"{self._names[finite.index(False)]} is not finite after this window")
 
     def state_dict(self) -> dict[str, Any]:
         """Global parameters and momentum, as copies in the host's memory."""
@@ -185,11 +197,13 @@ class OuterSync:
         outer = OUTER_OPTIMIZERS[config.semi_sync_method]
         device = parameters[0][1].device
         self.fragments = [Fragment(part, outer, device) for part in split(parameters, config.num_fragments)]
+        self._buffers = FloatBuffers(model_parts)
         self.interval = config.sync_steps // config.num_fragments
         """Inner steps between two outer steps, of whichever fragment."""
         self._steps = 0
         for index, fragment in enumerate(self.fragments):
             manager.register_state_dict_fn(f"outer_{index}", fragment.load_state_dict, fragment.state_dict)
+        manager.register_state_dict_fn("buffers", self._buffers.load_state_dict, self._buffers.state_dict)
 
     def begin_step(self) -> None:
         """Nothing: replicas are alone inside a window."""
@@ -201,13 +215,21 @@ class OuterSync:
             self.join()
 
     def join(self) -> None:
-        """Take an outer step with the peers now, with as many attempts as it needs; the manager raises NeverCommits."""
+        """Take an outer step with the peers now, with as many attempts as it needs.
+
+        Raises FloatingPointError when our parameters are not finite; the manager raises NeverCommits.
+        """
+        for fragment in self.fragments:
+            fragment.require_finite()
         with self._manager.waiting():
             while not self._attempt():
                 pass
 
     def _attempt(self) -> bool:
-        """One attempt with whoever is in the next quorum. Nothing is lost if it does not commit."""
+        """One attempt with whoever is in the next quorum. Nothing is lost if it does not commit.
+
+        The all-reduced buffer holds the pseudo-gradient, its weight, the float buffers and the counts of batches.
+        """
         self._manager.start_quorum()
         begin = time.monotonic()
         if self._manager.healed:
@@ -215,14 +237,18 @@ class OuterSync:
         # After the quorum: healing changes the outer step, and with it whose turn it is.
         fragment = self.fragments[self._manager.current_step() % len(self.fragments)]
         contributed = fragment.contributes
-        buffer = fragment.pseudo_gradient(extra=self._seen.size)
-        tail = buffer[-self._seen.size :]
-        self._seen.write(tail, self._batches.drawn)
+        sizes = [fragment.numel, 1, self._buffers.size, self._seen.size]
+        buffer = fragment.pseudo_gradient(extra=sum(sizes[2:]))
+        _, weight, floats, counts = buffer.split(sizes)
+        if contributed:
+            self._buffers.write(floats)
+        self._seen.write(counts, self._batches.drawn)
         self._manager.allreduce(buffer, reduce_op=ReduceOp.SUM).wait()
         committed = self._manager.should_commit()
         if committed:
             self._steps = 0
-            self._seen.read(tail)
+            self._seen.read(counts)
+            self._buffers.read(floats, weight)
             fragment.step(buffer)
             fragment.restore()
         self._report(
@@ -253,8 +279,9 @@ class OuterSync:
             fragment.contributes = contributes
 
     def digest(self) -> str:
-        """Hash of the global parameters."""
-        return digest(tensor for fragment in self.fragments for tensor in fragment.globals)
+        """Hash of the global parameters and of the buffers that go with them."""
+        parameters = digest(tensor for fragment in self.fragments for tensor in fragment.globals)
+        return parameters + self._buffers.digest()
 
     def optimizer_digest(self) -> str:
         """Hash of the outer optimizer's momentum."""

@@ -273,7 +273,7 @@ def test_calls_are_those_of_torchfts_manager():
     replica = Replica(manager, model())
     replica.train(0.0)
     assert replica.join().committed
-    assert [call.args[0] for call in manager.register_state_dict_fn.mock_calls] == ["batches", "outer_0"]
+    assert [call.args[0] for call in manager.register_state_dict_fn.mock_calls] == ["batches", "outer_0", "buffers"]
     assert replica.values() == [[pytest.approx(1 - 0.7 * 1.9)]]
 
 
@@ -546,3 +546,80 @@ def test_checkpoint_brings_back_globals_momentum_and_window(tmp_path, outer_step
     assert [f.contributes for f in resumed.sync.fragments] == [True] * (fragments - 1) + [False]
     ends = [resumed.sync.state_dict()["steps"], replica.sync.state_dict()["steps"]]
     assert ends == [1, 1]
+
+
+# Float buffers
+
+
+class Router(torch.nn.Module):
+    """A weight, and buffers of the kinds that models have."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("bias", torch.full((2, 3), bias))
+        self.register_buffer("tokens", torch.full((3,), bias), persistent=False)
+        self.register_buffer("calls", torch.full((1,), int(10 * bias)))
+
+
+def with_buffers(*biases):
+    return [Replica(manager, Router(bias)) for manager, bias in zip(Peers(len(biases)).managers, biases, strict=True)]
+
+
+def test_buffers_of_a_checkpoint_become_their_mean():
+    three = with_buffers(0.5, 1.0, 4.5)
+    outer_step(three, [1.0, 0.5, 0.0])
+    for replica, alone in zip(three, [0.5, 1.0, 4.5], strict=True):
+        assert torch.equal(replica.model.bias, torch.full((2, 3), 2.0))
+        assert torch.equal(replica.model.tokens, torch.full((3,), alone)), "whatever no checkpoint holds is left alone"
+        assert replica.model.calls.item() == int(10 * alone)
+    assert len({replica.sync.digest() for replica in three}) == 1
+
+
+def test_replica_that_has_healed_takes_the_mean_and_gives_nothing():
+    three = with_buffers(0.5, 1.5, 7.0)
+    for fragment in three[2].sync.fragments:
+        fragment.contributes = False
+    outer_step(three, [1.0, 0.5, 0.0])
+    assert [replica.model.bias.unique().tolist() for replica in three] == [[1.0]] * 3
+
+
+def test_buffers_stay_where_nobody_contributes():
+    pair = with_buffers(2.0, 2.0)
+    for replica in pair:
+        replica.sync.fragments[0].contributes = False
+    outer_step(pair, [1.0, 1.0])
+    assert [replica.model.bias.unique().tolist() for replica in pair] == [[2.0]] * 2
+
+
+def test_state_is_compared_as_of_the_last_outer_step():
+    pair = with_buffers(1.0, 3.0)
+    outer_step(pair, [1.0, 1.0])
+    before = pair[0].sync.digest()
+    pair[0].model.bias.fill_(9.0)
+    assert pair[0].sync.digest() == before, "inner steps are a replica's own"
+    outer_step(pair, [1.0, 1.0])
+    assert pair[0].sync.digest() == pair[1].sync.digest() != before
+
+
+def test_healed_replica_compares_equal():
+    pair = with_buffers(1.0, 3.0)
+    outer_step(pair, [1.0, 1.0])
+    late = Replica(pair[0].manager.peers.managers[1], Router(0.0))
+    late.sync._buffers.load_state_dict(pair[0].sync._buffers.state_dict())
+    late.sync.fragments[0].load_state_dict(pair[0].sync.fragments[0].state_dict())
+    assert late.sync.digest() == pair[0].sync.digest()
+
+
+# What is not finite
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_replica_that_is_not_finite_fails_before_it_meets_its_peers(value):
+    replica = Replica(create_autospec(ReplicaManager, instance=True), model((2, 2)))
+    replica.manager.waiting = contextlib.nullcontext
+    with torch.no_grad():
+        replica.model[1].weight[0, 1] = value
+    with pytest.raises(FloatingPointError, match=r"1\.weight is not finite after this window"):
+        replica.sync.join()
+    replica.manager.start_quorum.assert_not_called()
