@@ -22,22 +22,19 @@ HANG_SECONDS = 5
 
 
 @pytest.mark.parametrize(
-    ("how", "cause", "noticed"),
-    [
-        ("SIGKILL", "killed by SIGKILL", 3),
-        # Ten times its longest step, where that is more.
-        ("hang", r"it hung: no sign of life for (\d+) s", 2 * HANG_SECONDS),
-    ],
+    ("how", "cause"), [("SIGKILL", "killed by SIGKILL"), ("hang", r"it hung: no sign of life for (?P<seconds>\d+) s")]
 )
-def test_peer_lost_in_the_outer_allreduce_costs_nobody_a_window(
-    tmp_path: Path, how: str, cause: str, noticed: float
-) -> None:
+def test_peer_lost_in_the_outer_allreduce_costs_nobody_a_window(tmp_path: Path, how: str, cause: str) -> None:
     options = (*IN_ALLREDUCE, f"dataloader.how={how}", TIMEOUT, f"monarch.recovery.hang_seconds={HANG_SECONDS}")
     with TrainingRun(tmp_path, *options, config=FAULTY) as run:
         failed = run.wait_for(ReplicaFailed, timeout=200)
         assert (failed.replica, failed.rank) == (VICTIM, 1)
-        assert re.fullmatch(cause, failed.cause or "")
-        assert failed.time - float((tmp_path / "failed").read_text()) < noticed
+        found = re.fullmatch(cause, failed.cause)
+        assert found
+        # On a slow machine ten times the longest step is more than hang_seconds.
+        silence = int(found["seconds"]) if found.groups() else 0
+        assert how != "hang" or HANG_SECONDS <= silence < 20 * HANG_SECONDS
+        assert failed.time - float((tmp_path / "failed").read_text()) < silence + 3
         run.assert_ended_well(survivors=(0, 2))
     for replica in (0, 2):
         steps = [event for event in run.events(OuterStep) if event.replica == replica]
