@@ -144,6 +144,14 @@ def _check_fault_tolerance(config: MonarchTrainer.Config) -> None:
     positive(ours, path, "process_group_timeout_ms")
     rule = f'be 1 with {path}.semi_sync_method "{method}", because only "diloco" has fragments'
     require(ours.num_fragments == 1 or method == "diloco", f"{path}.num_fragments", rule, ours.num_fragments)
+    alpha, outer = ours.fragment_update_alpha, ours.outer_optimizer
+    require(0 <= alpha < 1, f"{path}.fragment_update_alpha", "be at least 0 and below 1", alpha)
+    rule = f'be 0 with {path}.semi_sync_method "{method}", because only "diloco" mixes'
+    require(alpha == 0 or method == "diloco", f"{path}.fragment_update_alpha", rule, alpha)
+    positive(outer, f"{path}.outer_optimizer", "lr")
+    require(0 <= outer.momentum < 1, f"{path}.outer_optimizer.momentum", "be at least 0 and below 1", outer.momentum)
+    rule = f"be false with {path}.outer_optimizer.momentum 0"
+    require(outer.momentum > 0 or not outer.nesterov, f"{path}.outer_optimizer.nesterov", rule, outer.nesterov)
     rule = f"be divisible by {path}.num_fragments ({ours.num_fragments})"
     require(ours.sync_steps % ours.num_fragments == 0, f"{path}.sync_steps", rule, ours.sync_steps)
     rule = f"be at least {path}.sync_steps ({ours.sync_steps}), or the replicas are never synchronised"

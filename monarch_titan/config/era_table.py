@@ -259,7 +259,7 @@ TABLE: dict[str, Rule] = {
     "memory_estimation.enabled": gone(bool, reason="monarch-titan validate estimates memory"),  # 0.1
     "memory_estimation.disable_fake_mode": gone(bool, reason="monarch-titan validate estimates memory"),
     # [fault_tolerance]
-    **same("fault_tolerance", "enable sync_steps num_fragments process_group_timeout_ms"),
+    **same("fault_tolerance", "enable sync_steps num_fragments fragment_update_alpha process_group_timeout_ms"),
     "fault_tolerance.semi_sync_method": to("fault_tolerance.semi_sync_method", value=or_none),
     "fault_tolerance.process_group": to(
         "fault_tolerance.process_group", value=group_for, reason="auto is nccl with an accelerator and gloo without"
@@ -271,7 +271,6 @@ TABLE: dict[str, Rule] = {
     ),  # checked in era.py
     "fault_tolerance.should_quantize": only(False, reason="be false: outer steps in FP8 are not built yet"),
     "fault_tolerance.fragment_sync_delay": only(0, reason="be 0: delayed fragments are not built yet"),
-    "fault_tolerance.fragment_update_alpha": only(0, reason="be 0: partial updates of fragments are not built yet"),
     "fault_tolerance.module_fqns_per_model_fragment": only([], reason="be empty: fragments are cut by num_fragments"),
     # [validation]
     **moved("validation", "validator", "enable freq steps"),

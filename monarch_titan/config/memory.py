@@ -119,7 +119,8 @@ def _between_replicas(config: MonarchTrainer.Config, parameters: list[tuple[str,
         case "local_sgd":
             return FP32 * numel, FP32 * (numel + 1)
         case "diloco":
-            return 2 * FP32 * numel, FP32 * (-(-numel // ours.num_fragments) + 1)
+            copies = 2 if ours.outer_optimizer.momentum else 1
+            return copies * FP32 * numel, FP32 * (-(-numel // ours.num_fragments) + 1)
     raise AssertionError(f"a method without a count: {ours.semi_sync_method}")
 
 

@@ -41,6 +41,17 @@ class Base:
 
 
 @dataclass(kw_only=True, slots=True)
+class OuterOptimizer:
+    """SGD on the global parameters, of ``diloco``. The defaults are DiLoCo's."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    """Without any, the outer state is half as large."""
+
+    nesterov: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
 class FaultTolerance:
     """How replicas are kept equal. Names are those of TorchTitan's TorchFT experiment."""
 
@@ -57,6 +68,12 @@ class FaultTolerance:
     num_fragments: int = 1
     """Parts of the model that ``diloco`` synchronises in turn, one every ``sync_steps / num_fragments`` steps
     (https://arxiv.org/abs/2501.18512)."""
+
+    fragment_update_alpha: float = 0.0
+    """How much of a replica's own parameters is left after an outer step of ``diloco``: it goes on from
+    ``(1 - alpha) * global + alpha * own``."""
+
+    outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
 
     process_group: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend across replicas: ``auto`` is nccl (RCCL on AMD) with an accelerator and gloo without."""

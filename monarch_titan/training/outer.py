@@ -4,8 +4,8 @@ DiLoCo (https://arxiv.org/abs/2311.08105). With g the global parameters of the l
 i after its inner steps, each replica gives the pseudo-gradient d_i = g - p_i, and
 
     d = sum_i(w_i d_i) / sum_i(w_i)        one all-reduce of a flat buffer, with more at its end: see _attempt
-    g <- outer_optimizer(g, d)             SGD, learning rate 0.7, Nesterov momentum 0.9
-    p_i <- g
+    g <- outer_optimizer(g, d)             SGD, unless configured learning rate 0.7, Nesterov momentum 0.9
+    p_i <- (1 - alpha) g + alpha p_i       alpha is 0 unless configured
 
 w_i is 1, or 0 for a replica that has just healed: its parameters are a copy of a peer's, which would count twice.
 ``local_sgd`` is the same with plain SGD at learning rate 1, where g - mean(g - p_i) is the mean of the parameters.
@@ -23,6 +23,7 @@ takes the same pseudo-gradients, and nobody loses a window.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
     from monarch_titan.training.batches import Batches, SeenBatches
     from monarch_titan.training.quorum import ReplicaManager
 
-OUTER_OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "diloco": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
-    "local_sgd": {"lr": 1.0},
-}
+
+def outer_sgd(config: FaultTolerance) -> dict[str, Any]:
+    """Arguments of ``torch.optim.SGD`` for the global parameters."""
+    return {"lr": 1.0} if config.semi_sync_method == "local_sgd" else dataclasses.asdict(config.outer_optimizer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +96,11 @@ class Fragment:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def restore(self) -> None:
-        """Set the parameters to the global ones: the start of a new window."""
+    def restore(self, alpha: float = 0.0) -> None:
+        """Set the parameters to ``(1 - alpha) * global + alpha * own``: the start of a new window."""
         for parameter, globals_ in zip(self._parameters, self.globals, strict=True):
-            local(parameter).copy_(globals_)
+            own = local(parameter)
+            own.copy_(globals_.lerp(own.float(), alpha) if alpha else globals_)
         self.contributes = True
 
     def require_finite(self) -> None:
@@ -194,7 +196,8 @@ class OuterSync:
         parameters: list[tuple[str, torch.Tensor]] = [
             (canonical_fqn(name), parameter) for model in model_parts for name, parameter in model.named_parameters()
         ]
-        outer = OUTER_OPTIMIZERS[config.semi_sync_method]
+        outer = outer_sgd(config)
+        self._alpha = config.fragment_update_alpha
         device = parameters[0][1].device
         self.fragments = [Fragment(part, outer, device) for part in split(parameters, config.num_fragments)]
         self._buffers = FloatBuffers(model_parts)
@@ -250,7 +253,7 @@ class OuterSync:
             self._seen.read(counts)
             self._buffers.read(floats, weight)
             fragment.step(buffer)
-            fragment.restore()
+            fragment.restore(self._alpha)
         self._report(
             Outcome(
                 committed=committed,

@@ -120,6 +120,28 @@ RANKS = "the ranks of one replica, which are monarch.hosts_per_replica (1) * mon
             '"diloco" has fragments, got 2.',
         ),
         (
+            "fault_tolerance.fragment_update_alpha=1",
+            "fault_tolerance.fragment_update_alpha must be at least 0 and below 1, got 1.0.",
+        ),
+        (
+            "fault_tolerance.fragment_update_alpha=0.5 fault_tolerance.semi_sync_method=none",
+            'fault_tolerance.fragment_update_alpha must be 0 with fault_tolerance.semi_sync_method "none", because '
+            'only "diloco" mixes, got 0.5.',
+        ),
+        (
+            "fault_tolerance.outer_optimizer.lr=0",
+            "fault_tolerance.outer_optimizer.lr must be greater than 0, got 0.0.",
+        ),
+        (
+            "fault_tolerance.outer_optimizer.momentum=1",
+            "fault_tolerance.outer_optimizer.momentum must be at least 0 and below 1, got 1.0.",
+        ),
+        (
+            "fault_tolerance.outer_optimizer.momentum=0",
+            "fault_tolerance.outer_optimizer.nesterov must be false with fault_tolerance.outer_optimizer.momentum 0, "
+            "got true.",
+        ),
+        (
             "fault_tolerance.process_group_timeout_ms=0",
             "fault_tolerance.process_group_timeout_ms must be greater than 0, got 0.",
         ),

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchft.local_sgd import DiLoCo
 
-from monarch_titan.config.sections import FaultTolerance
+from monarch_titan.config.sections import FaultTolerance, OuterOptimizer
 from monarch_titan.training.batches import Batches, SeenBatches
-from monarch_titan.training.outer import OUTER_OPTIMIZERS, Fragment, OuterSync, split
+from monarch_titan.training.outer import Fragment, OuterSync, outer_sgd, split
 from monarch_titan.training.quorum import ReplicaManager
 from tests.unit.numbers import Numbers
 
@@ -99,8 +99,8 @@ class Manager:
 class Replica:
     """A model, its manager and its OuterSync."""
 
-    def __init__(self, manager, model, method="diloco", sync_steps=1, num_fragments=1):
-        config = FaultTolerance(semi_sync_method=method, sync_steps=sync_steps, num_fragments=num_fragments)
+    def __init__(self, manager, model, method="diloco", sync_steps=1, **options):
+        config = FaultTolerance(semi_sync_method=method, sync_steps=sync_steps, **options)
         self.manager, self.model = manager, model
         self.outcomes = []
         self.batches = Batches(Numbers())
@@ -147,7 +147,7 @@ def outer_step(replicas, values):
 def fragment(value=1.0, size=2, **outer):
     """A fragment of one parameter, and the parameter."""
     parameter = torch.nn.Parameter(torch.full((size,), value))
-    return Fragment([("p", parameter)], outer or OUTER_OPTIMIZERS["diloco"], torch.device("cpu")), parameter
+    return Fragment([("p", parameter)], outer or outer_sgd(FaultTolerance()), torch.device("cpu")), parameter
 
 
 # Arithmetic
@@ -168,6 +168,24 @@ def test_diloco_moves_the_global_parameter_from_1_to_0_601():
         )
     assert pair[0].sync.digest() == pair[1].sync.digest()
     assert pair[0].sync.optimizer_digest() == pair[1].sync.optimizer_digest() != ""
+
+
+def test_outer_optimizer_is_the_configured_one():
+    # d = 0.3 twice, plain momentum: 1 - 0.5 * 0.3, then a velocity of 0.3 + 0.8 * 0.3
+    pair = replicas(2, outer_optimizer=OuterOptimizer(lr=0.5, momentum=0.8, nesterov=False))
+    outer_step(pair, [0.8, 0.6])
+    torch.testing.assert_close(pair[0].values(), [[0.85]])
+    outer_step(pair, [0.65, 0.45])
+    torch.testing.assert_close(pair[1].values(), [[0.85 - 0.5 * 0.54]])
+
+
+def test_replica_keeps_alpha_of_its_own_parameters():
+    pair = replicas(2, fragment_update_alpha=0.25)
+    outer_step(pair, [0.8, 0.6])
+    for replica, own in zip(pair, [0.8, 0.6], strict=True):
+        torch.testing.assert_close(replica.sync.fragments[0].globals[0].item(), 0.601)
+        torch.testing.assert_close(replica.values(), [[0.75 * 0.601 + 0.25 * own]])
+    assert pair[0].sync.digest() == pair[1].sync.digest()
 
 
 def test_local_sgd_is_the_mean_of_the_parameters():
@@ -236,7 +254,7 @@ def test_weight_0_neither_contributes_nor_dilutes():
 
 
 def test_globals_stay_where_nobody_contributes():
-    part, parameter = fragment(**OUTER_OPTIMIZERS["local_sgd"])
+    part, parameter = fragment(**outer_sgd(FaultTolerance(semi_sync_method="local_sgd")))
     part.contributes = False
     parameter.detach().fill_(9.0)
     part.step(part.pseudo_gradient())
@@ -262,7 +280,7 @@ def test_bf16_parameters_have_float32_globals():
 
 def test_bf16_pseudo_gradient_is_taken_in_float32():
     parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    part = Fragment([("p", parameter)], OUTER_OPTIMIZERS["diloco"], torch.device("cpu"))
+    part = Fragment([("p", parameter)], outer_sgd(FaultTolerance()), torch.device("cpu"))
     part.globals[0].fill_(1.0001)
     torch.testing.assert_close(part.pseudo_gradient(), torch.tensor([1e-4, 1e-4, 1e-4, 1.0]), rtol=1e-3, atol=0)
 
@@ -519,7 +537,7 @@ def test_momentum_is_loaded_to_the_device_of_the_parameters():
     # TorchFT's transport delivers in the CPU's memory.
     giver, _ = fragment()
     giver.step(torch.tensor([0.1, 0.1, 1.0]))
-    taker = Fragment([("p", torch.empty(2, device="meta"))], OUTER_OPTIMIZERS["diloco"], torch.device("meta"))
+    taker = Fragment([("p", torch.empty(2, device="meta"))], outer_sgd(FaultTolerance()), torch.device("meta"))
     taker.load_state_dict(giver.state_dict())
     assert taker.momentum()[0].device.type == "meta"
 

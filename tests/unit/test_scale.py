@@ -26,9 +26,9 @@ from monarch_titan.config import activations, gpus, memory
 from monarch_titan.config.base import as_monarch, base_config
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.scale import measure, render
-from monarch_titan.config.sections import Base, Monarch
+from monarch_titan.config.sections import Base, FaultTolerance, Monarch
 from monarch_titan.config.shards import MetaModel, local
-from monarch_titan.training.outer import OUTER_OPTIMIZERS, Fragment
+from monarch_titan.training.outer import Fragment, outer_sgd
 
 LLAMA, MOE = ("llama3", "llama3_debugmodel"), ("deepseek_v3", "deepseek_v3_debugmodel")
 
@@ -261,7 +261,7 @@ def test_optimizer_and_outer_state_are_what_the_real_ones_keep(plain):
     scale = measure(configure(ranks=1))
     shapes = [p.shape for p in MetaModel(configure(ranks=1)).whole.parameters()]
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    fragment = Fragment([("", p.data) for p in parameters], OUTER_OPTIMIZERS["diloco"], torch.device("cpu"))
+    fragment = Fragment([("", p.data) for p in parameters], outer_sgd(FaultTolerance()), torch.device("cpu"))
     fragment.step(buffer := fragment.pseudo_gradient())
     outer = [*fragment.globals, *fragment.momentum()]
     for parameter in parameters:
@@ -283,6 +283,7 @@ def test_optimizer_and_outer_state_are_what_the_real_ones_keep(plain):
         ({"fault_tolerance__enable": False}, {"outer state": 0, "exchange between replicas": 0}),
         ({"fault_tolerance__semi_sync_method": "none"}, {"outer state": 0}),
         ({"fault_tolerance__semi_sync_method": "local_sgd"}, {"outer state": 0.5}),
+        ({"fault_tolerance__outer_optimizer__momentum": 0.0}, {"outer state": 0.5}),
         ({"fault_tolerance__num_fragments": 4}, {"exchange between replicas": 0.25}),
         ({"training__seq_len": 512}, {"activations": 0.5, "logits": 0.5, "buffers": 0.5}),
         ({"training__local_batch_size": 8}, {"activations": 2, "logits": 2}),
