@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-unit test-parallelism soak-simulation test-newest lint types case-study bench venv clean
+.PHONY: demo test test-unit test-parallelism soak-simulation test-newest lint types case-study bench bench-faults venv clean
 
 demo: $(READY)
 	$(BIN)/monarch-titan demo
@@ -46,6 +46,9 @@ case-study: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench.compare
+
+bench-faults: $(READY)
+	$(BIN)/python -m tests.bench.faults
 
 venv: $(READY)
 
