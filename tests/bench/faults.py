@@ -1,7 +1,8 @@
 """A row for each kind of failure and moment: how soon it is noticed, and what it costs the survivors.
 
 Three replicas of two ranks train the debug model. Every fault has a run of its own. A survivor's stall is how much
-longer than undisturbed ones its next outer step took, from asking for a quorum to new parameters, all attempts included.
+longer than undisturbed ones its next outer step took, from asking for a quorum to new parameters, all attempts
+included.
 """
 
 from __future__ import annotations
