@@ -32,15 +32,6 @@ MT_DEVICE void copy(void* to, const void* from, uint32_t bytes) {
 #endif
 }
 
-// 4 bytes at a time on a GPU.
-MT_DEVICE void copy_words(void* to, const void* from, uint32_t bytes) {
-#if defined(__HIP__)
-    __builtin_memcpy(__builtin_assume_aligned(to, 4), __builtin_assume_aligned(from, 4), bytes);
-#else
-    __builtin_memcpy(to, from, bytes);
-#endif
-}
-
 // The lane's elements of a block at `x`, of which `count` exist (any number); the others are zero.
 template <class T>
 MT_DEVICE void load(const T* x, uint64_t count, float (&values)[kElements]) {
@@ -118,23 +109,30 @@ MT_DEVICE float read_scale(const uint8_t* scales, uint32_t block, bool ue8m0) {
     return scale;
 }
 
-// The lane's codes of the block whose codes start at `from`, which on a GPU is a multiple of 4.
+#if defined(__HIP__)
+// 16 bytes in one access, for which the hardware wants no more than 4 bytes of alignment: rows have no more.
+typedef uint32_t CodeWords __attribute__((ext_vector_type(4), aligned(4), may_alias));
+#endif
+
+// The lane's codes of the block whose codes start at `from`.
 MT_DEVICE Codes load_codes(const uint8_t* from) {
+#if defined(__HIP__)
+    const CodeWords words = *reinterpret_cast<const CodeWords*>(from + first_element());
+    return Codes{{words[0], words[1], words[2], words[3]}};
+#else
     Codes codes;
-    if (is_aligned(from)) {
-        copy(&codes, from + first_element(), kElements);
-    } else {
-        copy_words(&codes, from + first_element(), kElements);
-    }
+    __builtin_memcpy(&codes, from, kElements);
     return codes;
+#endif
 }
 
 MT_DEVICE void store_codes(uint8_t* to, const Codes& codes) {
-    if (is_aligned(to)) {
-        copy(to + first_element(), &codes, kElements);
-    } else {
-        copy_words(to + first_element(), &codes, kElements);
-    }
+#if defined(__HIP__)
+    const CodeWords words = {codes.words[0], codes.words[1], codes.words[2], codes.words[3]};
+    *reinterpret_cast<CodeWords*>(to + first_element()) = words;
+#else
+    __builtin_memcpy(to, &codes, kElements);
+#endif
 }
 
 // Writes one block of a segment, and after the last one the zeros. On a GPU segments start at multiples of 4 bytes.

@@ -1,7 +1,7 @@
 """The operations on this machine's CPU, by the library that ``kernels/build.py`` builds when the package is.
 
 The structures below are those of the ``.hip`` file of each operation, field by field. Arguments are taken for valid,
-tensors for contiguous and on the CPU; ``ops`` sees to both.
+tensors for contiguous and on the CPU; ``ops`` sees to both. A result is written into ``out`` where that is given.
 """
 
 from __future__ import annotations
@@ -102,9 +102,11 @@ class Library:
         kernel, blocks = self.kernel(name), operation.blocks
         self.library.mt_launch(kernel, ctypes.byref(operation), blocks, torch.get_num_threads())
 
-    def quantize_pack(self, x: torch.Tensor, segments: int, format: Format) -> torch.Tensor:
+    def quantize_pack(
+        self, x: torch.Tensor, segments: int, format: Format, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         layout = Layout(format=format, numel=x.numel(), segments=segments)
-        wire = torch.empty(layout.shape, dtype=torch.uint8)
+        wire = torch.empty(layout.shape, dtype=torch.uint8) if out is None else out
         where = (layout.numel, layout.segment, segment(layout.blocks, format), segments * layout.blocks)
         name = f"quantize_pack_{DTYPES[x.dtype]}_{format.element}"
         self.launch(name, QuantizePack(x.data_ptr(), wire.data_ptr(), *where))
@@ -142,8 +144,10 @@ class Library:
         self.launch(f"pseudograd_pack_{format.element}", PseudogradPack(*pointers, *where))
         return wire
 
-    def reduce_segments(self, wire: torch.Tensor, numel: int, format: Format) -> torch.Tensor:
-        out = torch.empty(numel)
+    def reduce_segments(
+        self, wire: torch.Tensor, numel: int, format: Format, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = torch.empty(numel) if out is None else out
         blocks = Layout(format=format, numel=numel).blocks
         where = (numel, segment(blocks, format), len(wire), blocks)
         self.launch(f"reduce_segments_{format.element}", ReduceSegments(wire.data_ptr(), out.data_ptr(), *where))
@@ -156,9 +160,11 @@ class Library:
         self.launch(f"reduce_requant_{format.element}", ReduceRequant(wire.data_ptr(), out.data_ptr(), *where))
         return out
 
-    def unpack(self, wire: torch.Tensor, numel: int, dtype: torch.dtype, format: Format) -> torch.Tensor:
+    def unpack(
+        self, wire: torch.Tensor, numel: int, dtype: torch.dtype, format: Format, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         layout = Layout(format=format, numel=numel, segments=len(wire))
-        out = torch.empty(numel, dtype=dtype)
+        out = torch.empty(numel, dtype=dtype) if out is None else out
         where = (numel, layout.segment, segment(layout.blocks, format), len(wire) * layout.blocks)
         name = f"unpack_{DTYPES[dtype]}_{format.element}"
         self.launch(name, Unpack(wire.data_ptr(), out.data_ptr(), *where))

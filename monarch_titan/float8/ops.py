@@ -11,17 +11,24 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from monarch_titan.float8 import cpu, reference
+from monarch_titan.float8.checks import (
+    FLOATS,
+    check_device,
+    check_dtype,
+    check_out,
+    check_output,
+    check_segments,
+    check_wire,
+)
 from monarch_titan.float8.format import BLOCK, Format, Layout, flat_numel
 
 logger = logging.getLogger(__name__)
-
-FLOATS = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
@@ -233,6 +240,54 @@ def _(
     return wire.new_empty(numel, dtype=dtype)
 
 
+# Fresh memory costs a large tensor more than the kernels do: on a CPU the system clears every page of it first. These
+# write into what the caller keeps.
+
+
+@torch.library.custom_op("monarch_titan::quantize_pack_out", mutates_args=("out",))
+def quantize_pack_out(
+    x: torch.Tensor, out: torch.Tensor, segments: int = 1, element: str = "e4m3", scale: str = "fp32"
+) -> None:
+    """:func:`quantize_pack` into a wire buffer, uint8 (segments, stride)."""
+    format = quantize_pack_format(x, segments, element, scale)
+    check_device("x", x)
+    check_out(out, Layout(format=format, numel=x.numel(), segments=segments).shape, (torch.uint8,))
+    write(out, implementation().quantize_pack, x.contiguous(), segments, format)
+
+
+@torch.library.custom_op("monarch_titan::reduce_segments_out", mutates_args=("out",))
+def reduce_segments_out(wire: torch.Tensor, out: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> None:
+    """:func:`reduce_segments` into a tensor of any shape, float32."""
+    check_out(out, out.shape, FLOATS[:1])
+    format = one_segment(wire, out.numel(), element, scale).format
+    check_device("wire", wire)
+    write(out, implementation().reduce_segments, wire.contiguous(), out.numel(), format)
+
+
+@torch.library.custom_op("monarch_titan::unpack_out", mutates_args=("out",))
+def unpack_out(wire: torch.Tensor, out: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> None:
+    """:func:`unpack` into a tensor of any shape, float32 or bfloat16."""
+    check_out(out, out.shape, FLOATS)
+    format = unpack_layout(wire, out.numel(), out.dtype, element, scale).format
+    check_device("wire", wire)
+    write(out, implementation().unpack, wire.contiguous(), out.numel(), out.dtype, format)
+
+
+@quantize_pack_out.register_fake
+@reduce_segments_out.register_fake
+@unpack_out.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    """Nothing is returned."""
+
+
+def write(out: torch.Tensor, operation: Callable[..., torch.Tensor], *args: object) -> None:
+    """What an operation returns, into ``out``: without a copy where the operation can write there itself."""
+    if operation.__module__ == reference.__name__ or not out.is_contiguous():
+        out.copy_(operation(*args).view(out.shape))
+    else:
+        operation(*args, out=out)
+
+
 @torch.library.custom_op("monarch_titan::quantize_rows", mutates_args=())
 def quantize_rows(x: torch.Tensor, element: str = "e4m3") -> torch.Tensor:
     """Rows, uint8 (rows, columns + columns / 32), of a matrix whose columns divide by 128: codes, then fp32 scales."""
@@ -286,34 +341,3 @@ def written_back(residual: torch.Tensor, kept: torch.Tensor, wire: torch.Tensor)
     if kept.data_ptr() != residual.data_ptr() or not residual.is_contiguous():
         residual.copy_(kept)
     return wire
-
-
-def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} must be {' or '.join(map(dtype_name, dtypes))}, got {dtype_name(tensor.dtype)}.")
-
-
-def check_output(dtype: torch.dtype) -> None:
-    if dtype not in FLOATS:
-        raise ValueError(f"dtype must be {' or '.join(map(dtype_name, FLOATS))}, got {dtype_name(dtype)}.")
-
-
-def check_device(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be on the CPU, the only device with FP8 kernels yet, got {tensor.device}.")
-
-
-def check_segments(segments: int) -> None:
-    if segments < 1:
-        raise ValueError(f"segments must be at least 1, got {segments}.")
-
-
-def check_wire(wire: torch.Tensor, layout: Layout, rows: str) -> None:
-    check_dtype("wire", wire, (torch.uint8,))
-    if wire.ndim != 2 or wire.shape[0] < 1 or wire.shape[1] != layout.stride:
-        wanted = f"({rows}, {layout.stride}) for {layout.segment} elements a segment"
-        raise ValueError(f"wire must have the shape {wanted}, got {tuple(wire.shape)}.")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
