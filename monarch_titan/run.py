@@ -19,8 +19,9 @@ from monarch_titan import upstream
 from monarch_titan.config.checks import check, check_here
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.writer import to_toml
+from monarch_titan.control.checkpoints import Found, newest
 from monarch_titan.control.controller import Controller, Launch, RunFailed
-from monarch_titan.control.events import Event, EventLog, LighthouseStarted, RunFinished, RunStarted
+from monarch_titan.control.events import Event, EventLog, LighthouseStarted, Resumed, RunFinished, RunStarted
 from monarch_titan.control.faults import Fault, Injector
 from monarch_titan.training import cpu
 from monarch_titan.training.trainer import MonarchTrainer
@@ -68,12 +69,13 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(resolved)
     with _terminable():
-        return _recorded(config, folder, observers, faults)
+        return _recorded(config, folder, checkpoint_to_resume(config, folder), observers, faults)
 
 
 def _recorded(
     config: MonarchTrainer.Config,
     folder: Path,
+    checkpoint: Found,
     observers: Iterable[Callable[[Event], None]],
     faults: Sequence[Fault],
 ) -> RunSummary:
@@ -85,9 +87,11 @@ def _recorded(
     began = time.time()
     status, reason = "failed", "internal error"
     events(_run_started(config, folder))
+    if checkpoint.step or checkpoint.ignored:
+        events(_resumed(checkpoint))
     try:
         with _output_to(folder / "controller.log"):
-            asyncio.run(_Run(config, folder, events).run())
+            asyncio.run(_Run(config, folder, checkpoint, events).run())
         status, reason = "succeeded", ""
     except KeyboardInterrupt as stop:
         status, reason = "interrupted", str(stop) or signal.SIGINT.name
@@ -118,11 +122,44 @@ def _run_started(config: MonarchTrainer.Config, folder: Path) -> RunStarted:
     )
 
 
+def _resumed(checkpoint: Found) -> Resumed:
+    return Resumed(
+        step=checkpoint.step,
+        outer_step=checkpoint.outer_step,
+        replicas=checkpoint.replicas,
+        ignored=checkpoint.ignored,
+    )
+
+
+def checkpoint_to_resume(config: MonarchTrainer.Config, folder: Path) -> Found:
+    """The checkpoint in the dump folder from which the run goes on; of step 0 when there is none.
+
+    Raises ConfigError when ``checkpoint.load_step`` cannot be loaded, or was written by others than would load it.
+    """
+    ours, monarch = config.checkpoint, config.monarch
+    if not ours.enable:
+        return Found()
+    step = None if ours.load_step == -1 else ours.load_step
+    folders = [folder / f"replica_{replica}" / ours.folder for replica in range(monarch.num_replicas)]
+    found = newest(folders, step)
+    if step is not None and not found.step:
+        raise ConfigError(f"checkpoint.load_step must be a step whose checkpoint is whole, got {step}.")
+    same = (found.saved_replicas, found.saved_ranks) == (monarch.num_replicas, monarch.ranks_per_replica)
+    if found.step and not same and "dataloader" not in ours.exclude_from_loading:
+        raise ConfigError(
+            f"the checkpoint of step {found.step} in {folder} was written by {found.saved_replicas} replicas of "
+            f"{found.saved_ranks} ranks, whose places in the data others cannot take: give monarch.num_replicas and "
+            "monarch.procs_per_host as they were, or read the data from its beginning with "
+            "checkpoint.exclude_from_loading = ['dataloader']."
+        )
+    return found
+
+
 class _Run:
     """Owns what a run needs besides the controller: the fork server, the report channel, the lighthouse's port."""
 
-    def __init__(self, config: MonarchTrainer.Config, folder: Path, events: EventLog) -> None:
-        self._config, self._folder, self._events = config, folder, events
+    def __init__(self, config: MonarchTrainer.Config, folder: Path, checkpoint: Found, events: EventLog) -> None:
+        self._config, self._folder, self._checkpoint, self._events = config, folder, checkpoint, events
         self._pickled = cloudpickle.dumps(config)
         self._lighthouse_port = 0
         self._fork_server: ForkServer | None = None
@@ -149,6 +186,7 @@ class _Run:
             policy=monarch_.recovery,
             log=self._events,
             restart_alone=monarch_.num_replicas == 1 and self._config.checkpoint.enable,
+            without_state=self._without_part(),
         )
         pump = asyncio.create_task(_pump(receiver, controller))
         try:
@@ -168,6 +206,18 @@ class _Run:
             self._fork_server = ForkServer(["monarch_titan.actors.preload"], self._folder / "forkserver.log")
             self._fork_server.start()
 
+    def _without_part(self) -> set[int]:
+        """Replicas that have nothing of the checkpoint from which the others go on."""
+        if not self._checkpoint.step:
+            return set()
+        return set(range(self._config.monarch.num_replicas)) - set(self._checkpoint.replicas)
+
+    def _load_step(self, launch: Launch) -> int | None:
+        """The step that a replica goes on from. One that is relaunched heals from its peers, if it has any."""
+        if launch.attempt and self._config.monarch.num_replicas == 1:
+            self._checkpoint = checkpoint_to_resume(self._config, self._folder)
+        return None if launch.replica in self._without_part() else self._checkpoint.step or None
+
     async def _launch(self, launch: Launch) -> Any:
         from monarch_titan.actors.processes import ReplicaProcesses
         from monarch_titan.actors.trainer import TrainerLaunch
@@ -177,6 +227,8 @@ class _Run:
             dump_folder=self._folder / f"replica_{launch.replica}",
             replica=launch.replica,
             attempt=launch.attempt,
+            load_step=self._load_step(launch),
+            lacks_part=launch.replica in self._without_part(),
             positions=launch.positions,
             lighthouse=self._lighthouse_address,
             lighthouse_attempt=launch.lighthouse_attempt,

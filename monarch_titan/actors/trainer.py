@@ -26,6 +26,10 @@ class TrainerLaunch:
     """The replica's own."""
     replica: int
     attempt: int
+    load_step: int | None
+    """Step of the checkpoint to go on from, if any."""
+    lacks_part: bool
+    """Whether its peers go on from a checkpoint of which it has no part."""
     positions: dict[int, Any]
     """Rank -> data position to go on from."""
     lighthouse: str
@@ -121,6 +125,8 @@ class TrainerActor(Actor):
             lighthouse_attempt=self.lighthouse_attempt,
             hostname=self.launch.hostname,
             report=self.port.send,
+            load_step=self.launch.load_step,
+            lacks_part=self.launch.lacks_part,
             data=self.launch.positions.get(self.rank),
         )
         return config.build(context=self.context)

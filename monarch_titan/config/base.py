@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 BYTE_TOKENIZER = "byte_tokenizer"
 """The ``hf_assets_path`` that stands for the project's tokenizer, which reads nothing."""
 
+LOCAL_TEXT = "local_text"
+"""The dataset that stands for the project's own loader of text files."""
+
 FRESH = "profiler metrics dataloader lr_scheduler training parallelism checkpoint compile comm validator debug override"
 """Sections of a configuration around a bare model: the classes that the module's own configurations use there, each at
 its own defaults."""
@@ -205,10 +208,12 @@ def choose_classes(config: MonarchTrainer.Config, content: Mapping[str, Any]) ->
     from monarch_titan.training.data import LocalTextDataLoader
     from monarch_titan.training.tokenizer import ByteTokenizer
 
-    if _at(content, "dataloader.dataset") == "local_text" and not isinstance(
-        config.dataloader, LocalTextDataLoader.Config
-    ):
-        config.dataloader = derive(config.dataloader, LocalTextDataLoader.Config)
+    local = LocalTextDataLoader.Config
+    if _at(content, "dataloader.dataset") == LOCAL_TEXT and not isinstance(config.dataloader, local):
+        config.dataloader = derive(config.dataloader, local)
+    validates = getattr(config.validator, "dataloader", None)
+    if _at(content, "validator.dataloader.dataset") == LOCAL_TEXT and not isinstance(validates, local):
+        config.validator = dataclasses.replace(config.validator, dataloader=derive(validates, local))
     if content.get("hf_assets_path") == BYTE_TOKENIZER:
         config.tokenizer = ByteTokenizer.Config()
     if (mode := _at(content, "activation_checkpoint.mode")) is not None:

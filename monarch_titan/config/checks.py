@@ -130,13 +130,25 @@ def _check_fault_tolerance(config: MonarchTrainer.Config) -> None:
 
 def _check_training(config: MonarchTrainer.Config) -> None:
     at_least(1, config.training, "training", "steps", "seq_len", "local_batch_size", "gc_freq")
+    positive(config.training, "training", "max_norm")
     at_least(1, config.metrics, "metrics", "log_freq")
+    schedule, path = config.lr_scheduler, "lr_scheduler"
+    at_least(0, schedule, path, "warmup_steps")
+    for name in ("decay_ratio", "min_lr_factor"):
+        value = getattr(schedule, name)
+        require(value is None or 0 <= value <= 1, f"{path}.{name}", "be between 0 and 1", value)
     positive(config.comm, "comm", "init_timeout_seconds", "train_timeout_seconds")
     real = config.comm.mode in ("default", "torchcomms")
     require(real, "comm.mode", "be a real backend, which replicas can be joined with", config.comm.mode)
     seed = config.checkpoint.create_seed_checkpoint
     rule = "be false: a seed checkpoint is made by python -m torchtitan.train in one process"
     require(not seed, "checkpoint.create_seed_checkpoint", rule, seed)
+    kind = type(config.checkpoint).__qualname__
+    ours = not config.checkpoint.enable or kind == "CheckpointManager.Config"
+    require(ours, "checkpoint", "be TorchTitan's CheckpointManager, which replicas can be resumed from", kind)
+    folder = config.checkpoint.folder
+    below = not (os.path.isabs(folder) or "://" in folder or ".." in Path(folder).parts)
+    require(below, "checkpoint.folder", "be a path below the folder of each replica", folder)
 
 
 def _check_assets(config: MonarchTrainer.Config) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-from tomlkit.items import Comment, Item, Key, Table, Whitespace
+from tomlkit.items import AoT, Comment, Item, Key, Table, Whitespace
 
 from monarch_titan.config import era
 from monarch_titan.config.errors import ConfigError
@@ -124,13 +124,11 @@ class _Converter:
         if listed := re.fullmatch(r"(.+)\.\d+", path):  # one item of a list, such as betas: the whole list is said
             path = listed[1]
             value, item = _at(self._native, path), None
-        raw = (
-            item.as_string()
-            if item is not None and _unchanged(item, value)
-            else tomlkit.item(_plain(value)).as_string()
-        )
         section, key = _split(path)
-        self._sections[section].add(key, raw, remark)
+        if item is not None and _unchanged(item, value):
+            self._sections[section].add(key, item.as_string(), remark)
+        else:
+            self._sections[section].add(key, _inline(value), remark or row.reason)
 
 
 def _body(table: Any) -> list[tuple[Key | None, Item]]:
@@ -145,11 +143,19 @@ def _split(path: str) -> tuple[str, str]:
 
 def _unchanged(item: Item, value: Any) -> bool:
     """Whether the old text says the new value; one with a variable of the environment is kept as it is."""
+    if isinstance(item, AoT):
+        return False  # its text is tables of its own
     return item.unwrap() == value or "${" in item.as_string()
 
 
-def _plain(value: Any) -> Any:
-    return "null" if value is None else value
+def _inline(value: Any) -> str:
+    """A value in one line of TOML."""
+    match value:
+        case list():
+            return f"[{', '.join(map(_inline, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{json.dumps(key)} = {_inline(item)}' for key, item in value.items())}}}"
+    return tomlkit.item("null" if value is None else value).as_string()
 
 
 def _at(given: Given, path: str) -> Any:

@@ -25,6 +25,9 @@ ERA = "TOML era"
 OLD_NAMES = {key for key, rule in TABLE.items() if rule.to != key}
 """Keys that only a file of the era holds."""
 
+TYPES = {bool: "true or false", int: "a number", str: "a string", list: "a list"}
+"""The types of the table in words."""
+
 SHARED = {"activation_checkpoint.mode", "fault_tolerance.replica_id", "fault_tolerance.group_size"}
 OWN_SECTIONS = ("monarch", "torchtitan")
 CUSTOM = ("job.custom_config_module", "experimental.custom_args_module", "experimental.custom_import")
@@ -112,6 +115,8 @@ class _Translator:
         value = item.plain()
         if key == "model.tokenizer_path" and "model.hf_assets_path" in self._items:
             return self._not_applied(key, item, "model.hf_assets_path replaced it")
+        if rule.types and type(value) not in rule.types:
+            return self._refuse(key, item, f"be {TYPES[rule.types[0]]}")
         if rule.when is not None and (now := self._plain(rule.when[0], rule.when[1][0])) not in rule.when[1]:
             return self._not_applied(key, item, f"it means nothing with {rule.when[0]} = {now!r}")
         if rule.only is not None and not any(value == allowed for allowed in rule.only):
@@ -119,8 +124,6 @@ class _Translator:
         if not rule.to:
             asks_nothing = value in (None, False, "", []) or rule.only is not None
             return self._not_applied(key, item, ASKS_NOTHING if asks_nothing else rule.reason)
-        if rule.kind == "number" and (isinstance(value, bool) or not isinstance(value, int | float)):
-            return self._refuse(key, item, "be a number")
         if rule.value is not None:
             try:
                 changed = rule.value(value)
@@ -263,7 +266,7 @@ class _Translator:
     def _group_size(self, item: Given) -> None:
         """``fault_tolerance.group_size`` is often taken for the ranks of a replica; it is the number of replicas."""
         key, replicas = "fault_tolerance.group_size", self._plain("monarch.num_replicas", 1)
-        if item.plain() in (0, replicas):
+        if type(item.plain()) is int and item.plain() in (0, replicas):
             return self._not_applied(key, item, f"it is derived: the number of replica groups, {replicas}")
         rule = f"be the number of replica groups, monarch.num_replicas ({replicas}), and can be left out"
         return self._refuse(key, item, rule)

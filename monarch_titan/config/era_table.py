@@ -19,8 +19,8 @@ class Rule:
     to: str = ""
     """Where it went: a path of 0.3.0's configuration. Empty if it has no place there."""
 
-    kind: str = ""
-    """``number`` for a value that 0.3.0 does not check by itself."""
+    types: tuple[type, ...] = ()
+    """What the value must be where 0.3.0 does not check it; anything if empty."""
 
     value: Callable[[Any], Any] | None = None
     """The new value for the old one; raises ValueError with the rule that the old one breaks."""
@@ -39,14 +39,14 @@ def to(path: str, **more: Any) -> Rule:
     return Rule(to=path, **more)
 
 
-def gone(reason: str) -> Rule:
+def gone(*types: type, reason: str) -> Rule:
     """An option without a place whose loss changes no training."""
-    return Rule(reason=reason)
+    return Rule(types=types, reason=reason)
 
 
-def only(*values: Any, reason: str) -> Rule:
-    """An option without a place, of which some values ask for nothing and any other cannot be had."""
-    return Rule(only=values, reason=reason)
+def only(value: Any, reason: str) -> Rule:
+    """An option without a place, of which one value asks for nothing and no other can be had."""
+    return Rule(only=(value,), types=(int, float) if type(value) is int else (type(value),), reason=reason)
 
 
 def same(section: str, names: str) -> dict[str, Rule]:
@@ -109,9 +109,9 @@ def _float8_linear(section: str) -> dict[str, Rule]:
         f"{section}.filter_fqns": to(f"{LINEAR}.filter_fqns", value=renamed_modules, reason="output is called lm_head"),
         f"{section}.recipe_name": to(f"{LINEAR}.recipe_name", value=rowwise),
         f"{section}.emulate": to(f"{LINEAR}.emulate"),
-        f"{section}.enable_fsdp_float8_all_gather": gone(ALL_GATHER),
-        f"{section}.precompute_float8_dynamic_scale_for_fsdp": gone(ALL_GATHER),
-        f"{section}.force_recompute_fp8_weight_in_bwd": gone("torchao does this by itself"),
+        f"{section}.enable_fsdp_float8_all_gather": gone(bool, reason=ALL_GATHER),
+        f"{section}.precompute_float8_dynamic_scale_for_fsdp": gone(bool, reason=ALL_GATHER),
+        f"{section}.force_recompute_fp8_weight_in_bwd": gone(bool, reason="torchao does this by itself"),
     }
 
 
@@ -122,11 +122,13 @@ TABLE: dict[str, Rule] = {
     "job.print_config": to("debug.print_config"),
     "job.print_args": to("debug.print_config"),  # 0.1
     "job.save_config_file": to("debug.save_config_file"),
-    "job.config_file": gone("the file is what you named"),
-    "job.use_for_integration_test": gone("it selected TorchTitan's own tests"),
-    "job.custom_config_module": gone("0.3.0 has configuration functions for this: [torchtitan] module"),
-    "experimental.custom_args_module": gone("0.3.0 has configuration functions for this: [torchtitan] module"),
-    "experimental.custom_import": gone("0.3.0 has configuration functions for this: [torchtitan] module"),
+    "job.config_file": gone(str, reason="the file is what you named"),
+    "job.use_for_integration_test": gone(bool, reason="it selected TorchTitan's own tests"),
+    "job.custom_config_module": gone(str, reason="0.3.0 has configuration functions for this: [torchtitan] module"),
+    "experimental.custom_args_module": gone(
+        str, reason="0.3.0 has configuration functions for this: [torchtitan] module"
+    ),
+    "experimental.custom_import": gone(str, reason="0.3.0 has configuration functions for this: [torchtitan] module"),
     # [profiling]
     **moved(
         "profiling",
@@ -145,14 +147,14 @@ TABLE: dict[str, Rule] = {
     "model.converters": to("torchtitan.converters"),
     "model.hf_assets_path": to("hf_assets_path"),
     "model.tokenizer_path": to("hf_assets_path", value=folder_of, reason="a folder now"),
-    "model.print_after_conversion": gone("TorchTitan 0.3.0 logs the model by itself"),
+    "model.print_after_conversion": gone(bool, reason="TorchTitan 0.3.0 logs the model by itself"),
     # [optimizer]
     "optimizer.name": to(f"{ADAMW}.optimizer_name"),
-    "optimizer.lr": to(f"{ADAMW}.optimizer_kwargs.lr", kind="number"),
-    "optimizer.beta1": to(f"{ADAMW}.optimizer_kwargs.betas.0", kind="number"),
-    "optimizer.beta2": to(f"{ADAMW}.optimizer_kwargs.betas.1", kind="number"),
-    "optimizer.eps": to(f"{ADAMW}.optimizer_kwargs.eps", kind="number"),
-    "optimizer.weight_decay": to(f"{ADAMW}.optimizer_kwargs.weight_decay", kind="number"),
+    "optimizer.lr": to(f"{ADAMW}.optimizer_kwargs.lr", types=(int, float)),
+    "optimizer.beta1": to(f"{ADAMW}.optimizer_kwargs.betas.0", types=(int, float)),
+    "optimizer.beta2": to(f"{ADAMW}.optimizer_kwargs.betas.1", types=(int, float)),
+    "optimizer.eps": to(f"{ADAMW}.optimizer_kwargs.eps", types=(int, float)),
+    "optimizer.weight_decay": to(f"{ADAMW}.optimizer_kwargs.weight_decay", types=(int, float)),
     "optimizer.implementation": to("optimizer.implementation"),
     "optimizer.early_step_in_backward": only(False, reason="be false: TorchTitan 0.3.0 steps after the backward pass"),
     # [lr_scheduler]
@@ -189,10 +191,12 @@ TABLE: dict[str, Rule] = {
     "parallelism.pipeline_parallel_split_points": only(
         [], reason="be empty: 0.3.0 takes whole stages, parallelism.module_fqns_per_model_part"
     ),
-    "parallelism.disable_loss_parallel": gone("TorchTitan 0.3.0 decides this by itself"),
-    "parallelism.enable_compiled_autograd": gone("TorchTitan 0.3.0 does not use compiled autograd"),
-    "parallelism.context_parallel_rotate_method": gone("TorchTitan 0.3.0 has one method"),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": gone("TorchTitan 0.3.0 decides this by its schedule"),
+    "parallelism.disable_loss_parallel": gone(bool, reason="TorchTitan 0.3.0 decides this by itself"),
+    "parallelism.enable_compiled_autograd": gone(bool, reason="TorchTitan 0.3.0 does not use compiled autograd"),
+    "parallelism.context_parallel_rotate_method": gone(str, reason="TorchTitan 0.3.0 has one method"),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": gone(
+        bool, reason="TorchTitan 0.3.0 decides this by its schedule"
+    ),
     # [checkpoint]
     **same(
         "checkpoint",
@@ -203,18 +207,20 @@ TABLE: dict[str, Rule] = {
     "checkpoint.enable_checkpoint": to("checkpoint.enable"),  # 0.1
     "checkpoint.last_save_model_weights_only": to("checkpoint.last_save_model_only"),  # 0.1
     "checkpoint.initial_load_model_weights_only": to("checkpoint.initial_load_model_only"),  # 0.1
-    "checkpoint.enable_ft_dataloader_checkpoints": gone("healed replicas take their data position from their peers"),
+    "checkpoint.enable_ft_dataloader_checkpoints": gone(
+        bool, reason="healed replicas take their data position from their peers"
+    ),
     # [activation_checkpoint]
     "activation_checkpoint.mode": to(MODE),
     "activation_checkpoint.selective_ac_option": Rule(
-        only=None,
+        types=(str, int),
         when=(MODE, ("selective",)),
         reason='0.3.0 selects by operator, as "op" did, and no longer whole layers',
     ),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": to(
         "activation_checkpoint.force_recompute_mm_shapes_by_fqns", when=(MODE, ("selective",))
     ),
-    "activation_checkpoint.early_stop": gone("0.3.0 leaves this to torch"),
+    "activation_checkpoint.early_stop": gone(bool, reason="0.3.0 leaves this to torch"),
     **{
         f"activation_checkpoint.{name}": to(f"activation_checkpoint.{name}", when=(MODE, ("memory_budget",)))
         for name in ("memory_budget", "visualize_memory_budget_pareto")
@@ -230,28 +236,28 @@ TABLE: dict[str, Rule] = {
     # [quantize], and [float8] and [mx] of 0.1
     **_float8_linear("quantize.linear.float8"),
     **_float8_linear("float8"),
-    "quantize.grouped_mm.float8.fqns": Rule(
-        reason="0.3.0 converts all routed experts: [torchtitan.converters.float8_grouped_experts]"
+    "quantize.grouped_mm.float8.fqns": gone(
+        list, str, reason="0.3.0 converts all routed experts: [torchtitan.converters.float8_grouped_experts]"
     ),
-    "quantize.grouped_mm.mx.fqns": Rule(
-        reason="0.3.0 converts all routed experts: [torchtitan.converters.mxfp8_grouped_experts]"
+    "quantize.grouped_mm.mx.fqns": gone(
+        list, str, reason="0.3.0 converts all routed experts: [torchtitan.converters.mxfp8_grouped_experts]"
     ),
-    "quantize.grouped_mm.mx.recipe_name": gone("0.3.0 has one recipe"),
-    "quantize.linear.mx.filter_fqns": gone(SKIPPED_NOT_CHOSEN),
-    "quantize.linear.mx.recipe_name": gone("0.3.0 has one recipe"),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": gone("0.3.0 chooses the kernel by itself"),
-    "mx.filter_fqns": gone(SKIPPED_NOT_CHOSEN),
-    "mx.recipe_name": gone("0.3.0 has one recipe"),
-    "mx.use_fp8_dim1_cast_triton_kernel": gone("0.3.0 chooses the kernel by itself"),
+    "quantize.grouped_mm.mx.recipe_name": gone(str, reason="0.3.0 has one recipe"),
+    "quantize.linear.mx.filter_fqns": gone(list, reason=SKIPPED_NOT_CHOSEN),
+    "quantize.linear.mx.recipe_name": gone(str, reason="0.3.0 has one recipe"),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": gone(str, reason="0.3.0 chooses the kernel by itself"),
+    "mx.filter_fqns": gone(list, reason=SKIPPED_NOT_CHOSEN),
+    "mx.recipe_name": gone(str, reason="0.3.0 has one recipe"),
+    "mx.use_fp8_dim1_cast_triton_kernel": gone(bool, reason="0.3.0 chooses the kernel by itself"),
     # [comm]
     **same(
         "comm",
         "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder save_traces_file_prefix mode",
     ),
     # [memory_estimation]
-    "memory_estimation.enable": gone("monarch-titan validate estimates memory"),
-    "memory_estimation.enabled": gone("monarch-titan validate estimates memory"),  # 0.1
-    "memory_estimation.disable_fake_mode": gone("monarch-titan validate estimates memory"),
+    "memory_estimation.enable": gone(bool, reason="monarch-titan validate estimates memory"),
+    "memory_estimation.enabled": gone(bool, reason="monarch-titan validate estimates memory"),  # 0.1
+    "memory_estimation.disable_fake_mode": gone(bool, reason="monarch-titan validate estimates memory"),
     # [fault_tolerance]
     **same("fault_tolerance", "enable sync_steps num_fragments process_group_timeout_ms"),
     "fault_tolerance.semi_sync_method": to("fault_tolerance.semi_sync_method", value=or_none),
@@ -260,7 +266,9 @@ TABLE: dict[str, Rule] = {
     ),
     "fault_tolerance.min_replica_size": to("monarch.min_replicas"),
     "fault_tolerance.replica_id": only(0, reason=f"be left out: {DERIVED}"),
-    "fault_tolerance.group_size": gone("it is the number of replica groups: monarch.num_replicas"),  # checked in era.py
+    "fault_tolerance.group_size": gone(
+        int, reason="it is the number of replica groups: monarch.num_replicas"
+    ),  # checked in era.py
     "fault_tolerance.should_quantize": only(False, reason="be false: outer steps in FP8 are not built yet"),
     "fault_tolerance.fragment_sync_delay": only(0, reason="be 0: delayed fragments are not built yet"),
     "fault_tolerance.fragment_update_alpha": only(0, reason="be 0: partial updates of fragments are not built yet"),
@@ -273,8 +281,8 @@ TABLE: dict[str, Rule] = {
         "validator.dataloader",
         "num_workers persistent_workers pin_memory prefetch_factor",
     ),
-    "validation.local_batch_size": gone("0.3.0 validates with training.local_batch_size"),
-    "validation.seq_len": gone("0.3.0 validates with training.seq_len"),
+    "validation.local_batch_size": gone(int, reason="0.3.0 validates with training.local_batch_size"),
+    "validation.seq_len": gone(int, reason="0.3.0 validates with training.seq_len"),
     # [debug]
     **same("debug", "seed deterministic deterministic_warn_only moe_force_load_balance"),
 }

@@ -135,6 +135,10 @@ def _check_context_parallel(config: MonarchTrainer.Config) -> None:
     require(not whole, f"{path}.context_parallel_degree", rule, degree)
     rule = 'be "headtail", "ptrr" or null'
     require(balancer in (None, "headtail", "ptrr"), f"{path}.context_parallel_load_balancer", rule, balancer)
+    masks, key = ("basic_mask", "sliding_window_mask"), degrees.context_parallel_ptrr_mask_key
+    rule = f'be one of {", ".join(masks)} for {spec.name} with context_parallel_load_balancer "ptrr"'
+    known = spec.name != "gpt_oss" or balancer != "ptrr" or key in masks
+    require(known, f"{path}.context_parallel_ptrr_mask_key", rule, key)
     block = degree * upstream.CONTEXT_PARALLEL_BLOCK
     rule = f"be divisible by {block} for context_parallel_degree ({degree}) with flex attention, which masks by blocks"
     fits = config.training.seq_len % block == 0 or not _parts(config, FlexAttention)

@@ -103,12 +103,17 @@ def options() -> dict[str, list[str]]:
 
 
 def split(overrides: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Arguments as choices of a group's option, ``cluster=slurm``, and the others, left as they are for the loader."""
+    """Arguments as choices of a group's option, ``cluster=slurm``, and the others, left as they are for the loader.
+
+    Raises ConfigError for a key that is nearly a group's name; no option of a configuration is.
+    """
     known, choices, rest = options(), {}, []
     for override in overrides:
         key, equals, value = override.partition("=")
         if equals and key in known:
             choices[key] = value
+        elif equals and "." not in key and (near := difflib.get_close_matches(key, known, n=1, cutoff=0.75)):
+            raise ConfigError(f"command line: there is no group {json.dumps(key)}; did you mean {near[0]}?")
         else:
             rest.append(override)
     return choices, rest

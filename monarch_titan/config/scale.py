@@ -239,12 +239,11 @@ def render(scale: Scale) -> RenderableType:
     table.add_row("at most at once", *(_gib(kind.memory.total) for kind in kinds), style="bold")
     for item in worst.memory.host:
         table.add_row(f"{item} (host)", *(_gib(kind.memory.host[item]) for kind in kinds))
-    lines = [*map(Text, scale.layout.split("; ", 1)), Text(size), Text(), table]
+    lines = [*map(Text, scale.layout.split("; ")), Text(size), Text(), table]
     lines += [Text(f"note: {note}") for note in scale.notes]
-    if (shortage := scale.shortage()) is not None:
-        lines.append(Text(shortage, style="red"))
-    elif scale.gpu is not None:
-        lines.append(Text(f"fits in {scale.gpu} ({_gib(capacity(scale.gpu))})"))
+    if scale.gpu is not None:
+        verb, style = ("does not fit", "red") if scale.shortage() else ("fits", "green")
+        lines.append(Text(f"{verb} in {scale.gpu} ({_gib(capacity(scale.gpu))})", style=style))
     return Group(*lines)
 
 

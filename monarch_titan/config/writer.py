@@ -24,8 +24,11 @@ def to_toml(config: Any) -> str:
     base = base_config(chosen) if chosen.config or chosen.flavor else None
     mode = _checkpointing_mode(config)
     if base is not None:
-        assets = {"hf_assets_path": config.hf_assets_path, "dataloader": {"dataset": config.dataloader.dataset}}
-        choose_classes(base, assets | {"activation_checkpoint": {"mode": mode}})
+        validates = getattr(config.validator, "dataloader", None)
+        named = {"hf_assets_path": config.hf_assets_path, "dataloader": {"dataset": config.dataloader.dataset}}
+        named |= {"activation_checkpoint": {"mode": mode}}
+        named |= {"validator": {"dataloader": {"dataset": getattr(validates, "dataset", None)}}}
+        choose_classes(base, named)
     exchanged: list[str] = []
     if base is not None and _model(config) != _model(base):
         exchanged.append("model_spec")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
 from monarch_titan.control.events import (
@@ -53,6 +53,7 @@ class Controller:
         start_lighthouse: starts the quorum server, at the same address whatever the attempt.
         log: takes every event, in order.
         restart_alone: whether a replica may be relaunched with no peer to heal from (it has a checkpoint).
+        without_state: replicas that have no part of the checkpoint from which the others go on.
     """
 
     def __init__(
@@ -66,10 +67,13 @@ class Controller:
         policy: RecoveryPolicy,
         log: Callable[[Event], None],
         restart_alone: bool = False,
+        without_state: Collection[int] = (),
     ) -> None:
         self._launch, self._start_lighthouse = launch, start_lighthouse
         self._min_replicas, self._policy, self._log, self._restart_alone = min_replicas, policy, log, restart_alone
         self._members = [Member(replica_id, ranks_per_replica) for replica_id in range(num_replicas)]
+        for replica in without_state:
+            self._members[replica].has_state = False
         self._changes = Changes()
         self._end = Finish(self._members, self._changes)
         self._ledger = DataLedger(ranks_per_replica)

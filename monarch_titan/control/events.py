@@ -76,6 +76,19 @@ class LighthouseFailed(Event):
 
 @_kind
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed(Event):
+    """A run that had been stopped goes on from a checkpoint, or had none that was whole (``step`` is 0)."""
+
+    step: int
+    outer_step: int
+    replicas: list[int]
+    """Those that have a part of it; the others heal from them."""
+    ignored: list[str]
+    """Newer checkpoints that were not used, and why, a line each."""
+
+
+@_kind
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStarted(Event):
     """All trainer processes of one attempt of a replica are up."""
 

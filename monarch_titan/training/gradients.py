@@ -37,6 +37,9 @@ class CommittedOptimizers:
 class GradientSync:
     """Averages gradients over the replicas in quorum at every step."""
 
+    interval = 1
+    """Inner steps between two that commit with the peers."""
+
     def __init__(self, manager: Manager, model_parts: list[torch.nn.Module]) -> None:
         self._manager, self._model_parts = manager, model_parts
         self._outcome: Outcome | None = None
@@ -80,6 +83,16 @@ class GradientSync:
     def end_step(self) -> Outcome | None:
         """The outcome of the step that has just ended."""
         return self._outcome
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing that is not in the model."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing, see ``state_dict``."""
+
+    def expect(self, outer_step: int) -> None:
+        """Nothing, see ``state_dict``."""
 
     def digest(self) -> str:
         """Hash of the parameters, which are the global ones here."""

@@ -26,6 +26,8 @@ class Membership:
 
     def __init__(self, trainer: MonarchTrainer, manager: ReplicaManager, context: ReplicaContext) -> None:
         self.trainer, self.manager, self.context = trainer, manager, context
+        self.committed = False
+        """Whether the inner step that has just ended was the last of a window, and its outer step committed."""
         healing.register(manager, trainer)
         self.sync: OuterSync | GradientSync
         if trainer.config.fault_tolerance.semi_sync_method == "none":
@@ -44,8 +46,10 @@ class Membership:
         """
         if self.manager.needs_state and isinstance(self.sync, OuterSync):
             self.report(self.sync.join())
+            self.trainer.checkpointer.save(self.trainer.step)  # as its peers do at this step
 
     def begin_step(self) -> None:
+        self.committed = False
         self.sync.begin_step()
 
     def end_backward(self) -> None:
@@ -60,6 +64,7 @@ class Membership:
     def report(self, outcome: Outcome) -> None:
         """Tell the controller how an outer step ended, and where the data stands when it committed."""
         context, outer_step = self.context, self.manager.current_step()
+        self.committed = outcome.committed
         if outcome.committed:
             position = self.trainer.dataloader.state_dict()
             context.report(OuterStepCommitted(**context.ids(), outer_step=outer_step, data=position))

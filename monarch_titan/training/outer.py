@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ReduceOp
+from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from monarch_titan.training.replica import digest, host_copy, local
+from monarch_titan.training.replica import digest, host_copy, local, shard_like
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -59,6 +60,7 @@ class Fragment:
     """
 
     def __init__(self, parameters: list[tuple[str, torch.Tensor]], outer: dict[str, Any], device: torch.device) -> None:
+        self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._device = device
         self.globals = [local(parameter).to(torch.float32, copy=True) for parameter in self._parameters]
@@ -109,6 +111,22 @@ class Fragment:
                 self.optimizer.state[globals_] = {} if buffer is None else {"momentum_buffer": buffer}
         self.contributes = False
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Global parameters and momentum by name, laid out as the parameters; a checkpoint is loaded into them."""
+        shards = {"globals": self.globals, "momentum": self.momentum()}
+        return {
+            f"{kind}.{name}": shard_like(parameter, shard)
+            for kind, values in shards.items()
+            for name, parameter, shard in zip(self._names, self._parameters, values, strict=True)
+            if shard is not None
+        }
+
+    def expect_momentum(self) -> None:
+        """Make room for the momentum of a fragment that has taken an outer step."""
+        if self.optimizer is not None and self.optimizer.defaults["momentum"]:
+            for globals_ in self.globals:
+                self.optimizer.state[globals_] = {"momentum_buffer": torch.zeros_like(globals_)}
+
     def momentum(self) -> list[torch.Tensor | None]:
         """The outer optimizer's momentum of each parameter, None before its first step."""
         if self.optimizer is None:
@@ -148,14 +166,13 @@ class OuterSync:
         self._manager = manager
         # named_parameters() gives a tied parameter once; pipeline stages on one rank never share any.
         parameters: list[tuple[str, torch.Tensor]] = [
-            (f"{part}.{name}", parameter)
-            for part, model in enumerate(model_parts)
-            for name, parameter in model.named_parameters()
+            (canonical_fqn(name), parameter) for model in model_parts for name, parameter in model.named_parameters()
         ]
         outer = OUTER_OPTIMIZERS[config.semi_sync_method]
         device = parameters[0][1].device
         self.fragments = [Fragment(part, outer, device) for part in split(parameters, config.num_fragments)]
-        self._interval = config.sync_steps // config.num_fragments
+        self.interval = config.sync_steps // config.num_fragments
+        """Inner steps between two outer steps, of whichever fragment."""
         self._steps = 0
         for index, fragment in enumerate(self.fragments):
             manager.register_state_dict_fn(f"outer_{index}", fragment.load_state_dict, fragment.state_dict)
@@ -166,7 +183,7 @@ class OuterSync:
     def end_step(self) -> Outcome | None:
         """Count an inner step; the outcome of the outer step when this was the last of its window."""
         self._steps += 1
-        return self.join() if self._steps >= self._interval else None
+        return self.join() if self._steps >= self.interval else None
 
     def join(self) -> Outcome:
         """Take an outer step with whoever is in the next quorum, now."""
@@ -189,6 +206,22 @@ class OuterSync:
             bytes=buffer.numel() * buffer.element_size(),
             seconds=time.monotonic() - begin,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the model: where the window is, global parameters and momentum."""
+        tensors = {name: tensor for fragment in self.fragments for name, tensor in fragment.tensors().items()}
+        return {"steps": self._steps, "contributes": [f.contributes for f in self.fragments], **tensors}
+
+    def expect(self, outer_step: int) -> None:
+        """Have ``state_dict`` give the tensors of a checkpoint taken after so many outer steps, to be loaded into."""
+        for fragment in self.fragments[:outer_step]:
+            fragment.expect_momentum()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the checkpoint was taken; its tensors are loaded in place."""
+        self._steps = state["steps"]
+        for fragment, contributes in zip(self.fragments, state["contributes"], strict=True):
+            fragment.contributes = contributes
 
     def digest(self) -> str:
         """Hash of the global parameters."""

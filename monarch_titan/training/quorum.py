@@ -77,7 +77,7 @@ class ReplicaManager(torchft.Manager):
         self.client = upstream.QuorumClient(self, lambda: context.lighthouse_attempt)
         self.held = False
         """Whether this replica has trained all steps and only helps others."""
-        self.needs_state = context.attempt > 0 and monarch.num_replicas > 1
+        self.needs_state = monarch.num_replicas > 1 and (context.attempt > 0 or context.lacks_part)
         """Whether the next quorum is useless to us unless a peer gives us its state."""
         self.healed = False
         """Whether the last quorum replaced our state by a peer's."""

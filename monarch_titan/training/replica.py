@@ -29,6 +29,10 @@ class ReplicaContext:
     hostname: str
     """Name under which peers reach this host."""
     report: Callable[[Event | Report], None]
+    load_step: int | None = None
+    """Step of the checkpoint to go on from, if any."""
+    lacks_part: bool = False
+    """Whether its peers go on from a checkpoint of which it has no part."""
     data: Any = None
     """Dataloader state of the last outer step that this replica committed, if any."""
     commands: queue.SimpleQueue[Future[None] | None] = field(default_factory=queue.SimpleQueue)
@@ -43,6 +47,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor, or the tensor itself; detached, sharing memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """``shard`` as this rank's part of a DTensor laid out as ``tensor``, which checkpoints can divide anew; shares
+    memory. The shard itself where ``tensor`` is none."""
+    if not isinstance(tensor, DTensor):
+        return shard
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from monarch_titan.config.converters import convert_model
 from monarch_titan.config.sections import Base, FaultTolerance, Monarch
 from monarch_titan.control.events import Step, TrainerFinished
 from monarch_titan.training import cpu
+from monarch_titan.training.checkpoints import ReplicaCheckpoints, of_replica
 from monarch_titan.training.membership import Membership
 from monarch_titan.training.quorum import PeersFinished, ReplicaManager
 from monarch_titan.training.replica import ReplicaContext
@@ -63,6 +64,8 @@ class MonarchTrainer(Trainer):
         self._joined = self._stepped = False
         self._micro_batches = 0
         super().__init__(config)
+        if isinstance(self.checkpointer, ReplicaCheckpoints):
+            self.checkpointer.trainer = self
         if self.parallel_dims.pp_enabled:
             upstream.take_microbatches(self.pp_schedule)
         if context is not None and self._reports_steps(context.rank):
@@ -93,6 +96,7 @@ class MonarchTrainer(Trainer):
                 cpu.use_sum_reductions(model)
             if self.context is not None and not self._sharded:
                 shard_by_replica(self.config, self.context.replica)
+                self.config.checkpoint = of_replica(self.config.checkpoint)
                 self._sharded = True
             return model
 
@@ -107,11 +111,20 @@ class MonarchTrainer(Trainer):
             self._joined = True
             if self.manager is not None and self.context is not None:
                 self.membership = Membership(self, self.manager, self.context)
+            if isinstance(self.checkpointer, ReplicaCheckpoints):
+                self.checkpointer.join()
+            if self.membership is not None:
                 try:
                     self.membership.catch_up()
                 except PeersFinished:
                     return False
         return super().should_continue_training()
+
+    def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
+        """TorchTitan's, which draws a random number for the data's workers that a resumed run must not miss."""
+        if isinstance(self.checkpointer, ReplicaCheckpoints):
+            data_iterable = self.checkpointer.undrawn(data_iterable)
+        return super().batch_generator(data_iterable)
 
     def post_dataloading_process(self, input_dict: Any, labels: torch.Tensor) -> Any:
         """TorchTitan's, without compiling the code that builds attention masks where a kernel does not need them."""

@@ -227,6 +227,8 @@ class RunSummary:
                 self._note(event, "bad", f"lighthouse failed: {first_line(event.cause)}; starting it again")
             case events.LighthouseStarted() if self.lighthouse_failures:
                 self._note(event, "good", f"lighthouse answers again at {event.address}")
+            case events.Resumed():
+                self._add_resumed(event)
             case events.RunFinished():
                 self._end(event)
 
@@ -235,6 +237,17 @@ class RunSummary:
 
     def _note(self, event: events.Event, kind: Kind, text: str) -> None:
         self.notes.append(Note(seconds=self.seconds_at(event.time), kind=kind, text=text))
+
+    def _add_resumed(self, event: events.Resumed) -> None:
+        for line in event.ignored:
+            self._note(event, "warning", f"checkpoint not used: {line}")
+        if not event.step:
+            self._note(event, "warning", "no checkpoint can be used, training begins anew")
+            return
+        self.step = event.step
+        self._note(event, "info", f"resumed from the checkpoints of step {event.step}, outer step {event.outer_step}")
+        for replica in sorted(set(self.replicas) - set(event.replicas)):
+            self._note(event, "warning", f"replica {replica} has no part of it and heals from its peers")
 
     def _add_step(self, event: events.Step) -> None:
         replica = self._replica(event.replica)

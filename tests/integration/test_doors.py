@@ -115,6 +115,6 @@ def test_loss_of_two_replicas_falls_on_real_text(tmp_path: Path) -> None:
 def test_mistake_costs_one_line_and_no_process(tmp_path: Path) -> None:
     with TrainingRun(tmp_path, "monarch.min_replicas=9") as run:
         assert run.finish(60) == 2
-        expected = "monarch-titan: error: monarch.min_replicas must be between 1 and monarch.num_replicas (3), got 9."
-        assert run.terminal().strip().splitlines() == [expected]
+        rule = "monarch.min_replicas must be between 1 and monarch.num_replicas (3), got 9."
+        assert run.terminal().strip().splitlines() == [f"monarch-titan: error: command line: {rule}"]
         assert not run.folder.exists()

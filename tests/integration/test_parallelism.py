@@ -111,6 +111,11 @@ MORE = [
     ("gpt_oss", 2, "tp=2"),
     ("gpt_oss", 2, "tp=2 ep=2"),
     ("gpt_oss", 2, "pp=2 schedule=1F1B"),
+    (
+        "gpt_oss gpt_oss.gpt_oss_debugmodel_flex",
+        2,
+        "cp=2 balancer=ptrr parallelism.context_parallel_ptrr_mask_key=basic_mask",
+    ),
 ]
 if "MONARCH_TITAN_ALL_PARALLELISM" in os.environ:
     CASES += MORE

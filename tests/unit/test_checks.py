@@ -61,6 +61,10 @@ RANKS = "the ranks of one replica, which are monarch.hosts_per_replica (1) * mon
     ("overrides", "message"),
     [
         ("monarch.num_replicas=0", "monarch.num_replicas must be at least 1, got 0."),
+        ("training.max_norm=nan", "training.max_norm must be greater than 0, got NaN."),
+        ("lr_scheduler.warmup_steps=-1", "lr_scheduler.warmup_steps must be at least 0, got -1."),
+        ("lr_scheduler.decay_ratio=inf", "lr_scheduler.decay_ratio must be between 0 and 1, got Infinity."),
+        ("lr_scheduler.min_lr_factor=1.5", "lr_scheduler.min_lr_factor must be between 0 and 1, got 1.5."),
         ("monarch.min_replicas=0", "monarch.min_replicas must be between 1 and monarch.num_replicas (3), got 0."),
         ("monarch.min_replicas=4", "monarch.min_replicas must be between 1 and monarch.num_replicas (3), got 4."),
         ("monarch.procs_per_host=0", "monarch.procs_per_host must be at least 1, got 0."),
@@ -124,6 +128,14 @@ RANKS = "the ranks of one replica, which are monarch.hosts_per_replica (1) * mon
         (
             "checkpoint.create_seed_checkpoint=true",
             "checkpoint.create_seed_checkpoint must be false: a seed checkpoint",
+        ),
+        (
+            "checkpoint.folder=/tmp/checkpoint",
+            'checkpoint.folder must be a path below the folder of each replica, got "/tmp/checkpoint".',
+        ),
+        (
+            "checkpoint.folder=../checkpoint",
+            'checkpoint.folder must be a path below the folder of each replica, got "../checkpoint".',
         ),
         ("parallelism.tensor_parallel_degree=0", "parallelism.tensor_parallel_degree must be at least 1, got 0."),
         (
@@ -189,6 +201,7 @@ TITAN = ("dataloader.dataset=local_text", "hf_assets_path=byte_tokenizer", "trai
          "monarch.procs_per_host=4", "training.seq_len=512", "training.steps=20")  # fmt: skip
 TP, PP, CP, EP = (f"parallelism.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context", "expert"))
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
+BALANCER = "parallelism.context_parallel_load_balancer"
 
 
 @pytest.mark.parametrize("dtensor", [True, False])
@@ -198,7 +211,7 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
         ("llama3.llama3_debugmodel", f"{TP}=4"),
         ("llama3.llama3_debugmodel", f"{TP}=2 parallelism.enable_sequence_parallel=false {CP}=2"),
         ("llama3.llama3_debugmodel", f"{CP}=4"),
-        ("llama3.llama3_debugmodel", f"{CP}=2 parallelism.context_parallel_load_balancer=null"),
+        ("llama3.llama3_debugmodel", f"{CP}=2 {BALANCER}=null"),
         ("llama3.llama3_debugmodel", f"{PP}=2 {TP}=2"),
         ("llama3.llama3_debugmodel", f"{PP}=4 {SCHEDULE}=1F1B training.local_batch_size=4"),
         ("llama3.llama3_debugmodel_varlen_attn", f"{PP}=2 {TP}=2"),
@@ -209,6 +222,10 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
         ("qwen3.qwen3_moe_debug", f"{EP}=4 {TP}=2"),
         ("gpt_oss.gpt_oss_debugmodel", f"{EP}=2 {TP}=2"),
         ("gpt_oss.gpt_oss_debugmodel_flex", f"{CP}=2"),
+        (
+            "gpt_oss.gpt_oss_debugmodel_flex",
+            f"{CP}=2 {BALANCER}=ptrr parallelism.context_parallel_ptrr_mask_key=basic_mask",
+        ),
     ],
 )
 def test_parallelism_that_fits_the_model(resolve, monkeypatch, base, overrides, dtensor):
@@ -279,8 +296,14 @@ WHOLE = '"1F1B", "GPipe", "Interleaved1F1B" and "LoopedBFS", which do not split 
         ),
         (
             "llama3.llama3_debugmodel",
-            f"{CP}=2 parallelism.context_parallel_load_balancer=tail",
+            f"{CP}=2 {BALANCER}=tail",
             'parallelism.context_parallel_load_balancer must be "headtail", "ptrr" or null, got "tail".',
+        ),
+        (
+            "gpt_oss.gpt_oss_debugmodel_flex",
+            f"{CP}=2 {BALANCER}=ptrr",
+            "parallelism.context_parallel_ptrr_mask_key must be one of basic_mask, sliding_window_mask for gpt_oss "
+            'with context_parallel_load_balancer "ptrr", got null.',
         ),
         (
             "llama3.llama3_debugmodel",

@@ -1,5 +1,6 @@
 """The command's exit codes, and what it prints."""
 
+import os
 import re
 import signal
 import subprocess
@@ -180,3 +181,68 @@ def test_wrong_path_costs_no_import_of_torch():
     assert ended.returncode == 2
     assert error == "monarch-titan: error: missing.toml: cannot read this file: No such file or directory."
     assert not {"torch", "monarch"} & {line.rpartition("|")[2].strip() for line in imports}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("monarch-titan va", ["validate"]),
+        ("monarch-titan recipes co", ["copy"]),
+        ("monarch-titan train llama3_deb", ["llama3_debug"]),
+        ("monarch-titan train llama3_debug replicas=4x32", ["4x32x8"]),
+        ("monarch-titan train llama3_debug monarch.num_rep", ["monarch.num_replicas="]),
+        ("monarch-titan recipes show llama3_debug cluster=sl", ["slurm"]),
+    ],
+)
+def test_the_shell_is_told_what_can_follow(tmp_path, line, expected):
+    answer = tmp_path / "answer"
+    environment = os.environ | {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "_ARGCOMPLETE_SUPPRESS_SPACE": "0",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+        "_ARGCOMPLETE_COMP_WORDBREAKS": " =:",
+    }
+    command = [sys.executable, "-c", "from monarch_titan.cli import main; main([])"]
+    subprocess.run(command, env=environment, cwd=tmp_path, timeout=60, check=False, capture_output=True)
+    found = [word.strip() for word in re.split(r"[\v\013]", answer.read_text())]
+    assert found == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_made_for_each_shell(capsys, shell):
+    assert main(["completion", shell]) == 0
+    assert "monarch-titan" in capsys.readouterr().out
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path, capsys):
+    assert main(["recipes"]) == 0
+    assert re.search(r"^deepseek_v3_671b_float8 +DeepSeek-V3 671B in FP8", capsys.readouterr().out, re.M)
+    assert main(["recipes", "show", "llama3_debug", "replicas=2x2"]) == 0
+    shown = capsys.readouterr().out
+    assert "num_replicas = 2" in shown
+    file = tmp_path / "mine.toml"
+    assert main(["recipes", "copy", "llama3_debug", str(file), "replicas=2x2"]) == 0
+    assert file.read_text() == shown
+    assert main(["validate", str(file)]) == 0
+    assert main(["recipes", "copy", "llama3_debug", str(file)]) == 2
+    assert "must be a new file that can be written: File exists." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "llama3_debg"], 'there is no recipe "llama3_debg"; did you mean llama3_debug'),
+        (["train", "llama3_debug", "replicas=9"], "replicas must be one of "),
+        (["train", "llama3_debug", "clustr=slurm"], 'command line: there is no group "clustr"; did you mean cluster?'),
+        (["recipes", "show", "llama3_debug", "training.steps=1"], "'training.steps=1' must be group=option; other"),
+        (["validate", "llama3_debug", "training.step=1"], "command line: unknown option training.step; did you mean"),
+        (["validate", "no/such.toml"], "no/such.toml: cannot read this file: No such file or directory."),
+    ],
+)
+def test_mistake_with_a_recipe_is_one_line(capsys, arguments, message):
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"monarch-titan: error: {message}")

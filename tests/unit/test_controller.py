@@ -289,6 +289,11 @@ def test_failed_replica_is_respawned_then_reallocated():
     assert run.reason is None
 
 
+def test_replica_that_had_no_part_of_the_checkpoint_is_no_peer_to_heal_from():
+    assert "no other replica is left to heal from" in train(lambda run: fail(run, 1), without_state=[0, 2]).reason
+    assert train(lambda run: fail(run, 0), without_state=[0, 2]).reason is None
+
+
 def test_attempts_are_counted():
     run = train(lambda run: fail(run, 1, times=2))
     assert [replica.launch.attempt for replica in run.replicas if replica.launch.replica == 1] == [0, 1, 2]

@@ -79,6 +79,24 @@ def test_list_whose_items_had_names_is_whole(write):
     assert tomli.loads(text)["optimizer"]["param_groups"]["0"]["optimizer_kwargs"]["betas"] == [0.9, 0.99]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "training.steps = 5\n" + MODEL,
+        "training = {steps = 5, seq_len = 64}\n" + MODEL,
+        "[training]\nsteps = 5\n" + MODEL + "[training.dataloader]\nnum_workers = 0\n",
+        MODEL + "[[optimizer.param_groups]]\npattern = '.*'\noptimizer_name = 'Adam'\noptimizer_kwargs = {lr = 0.1}\n",
+        MODEL + "[override]\nimports = [['a.b', {x = 1}]]\n",
+        MODEL.replace("\n", "\r\n"),
+        MODEL + '[job]\ndescription = """two\nlines # no comment"""\n',
+    ],
+)
+def test_however_it_is_written(write, text):
+    old = write(text)
+    new = write(convert(old), "new.toml")
+    assert comparable(load(new)) == comparable(load(old))
+
+
 def test_bases_are_written_into_the_new_file(write):
     write("[training]\nsteps = 7\nseq_len = 64\n", "base.toml")
     text = convert(write(f'extends = "base.toml"\n{MODEL}[training]\nsteps = 8\n'))

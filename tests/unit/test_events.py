@@ -18,6 +18,7 @@ NAMES = [
     "run_started",
     "lighthouse_started",
     "lighthouse_failed",
+    "resumed",
     "replica_started",
     "step",
     "quorum",
@@ -37,6 +38,8 @@ SAMPLES: dict[str, Any] = {
     "str": "a \u00fcnicode\nline",
     "int | None": None,
     "str | None": "why",
+    "list[int]": [0, 2],
+    "list[str]": ["one", "two"],
     "dict[str, str]": {"torch": "2.13.0"},
     "dict[int, int]": {0: 100, 1: 101},
 }

@@ -188,6 +188,16 @@ def test_section_is_laid_over_what_the_base_has_there(write):
     assert (config.loss.num_chunks, type(config.loss.loss_fn).__qualname__) == (4, "CrossEntropyLoss.Config")
 
 
+def test_local_text_is_for_validation_too(write):
+    text = '[torchtitan]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n[validator.dataloader]\n'
+    config = load(write(text + 'dataset = "local_text"\n'))
+    assert type(config.validator.dataloader).__qualname__ == "LocalTextDataLoader.Config"
+    assert type(config.dataloader).__qualname__ != "LocalTextDataLoader.Config"
+    assert not config.validator.dataloader.infinite
+    text = to_toml(config)
+    assert load(write(text, "again.toml")).to_dict()["validator"] == config.to_dict()["validator"]
+
+
 def test_list_replaces_and_index_changes_one_item(write):
     groups = "[[optimizer.param_groups]]\npattern = 'bias'\noptimizer_name = 'Adam'\n"
     groups += "[[optimizer.param_groups]]\npattern = '.*'\noptimizer_name = 'AdamW'\noptimizer_kwargs = {lr = 0.1}\n"

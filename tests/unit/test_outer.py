@@ -8,6 +8,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torchft
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
@@ -462,3 +463,27 @@ def test_momentum_is_loaded_to_the_device_of_the_parameters():
     taker = Fragment([("p", torch.empty(2, device="meta"))], OUTER_OPTIMIZERS["diloco"], torch.device("meta"))
     taker.load_state_dict(giver.state_dict())
     assert taker.momentum()[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("method", ["diloco", "local_sgd"])
+@pytest.mark.parametrize("outer_steps", [1, 2, 5])
+def test_checkpoint_brings_back_globals_momentum_and_window(tmp_path, outer_steps, method):
+    fragments = 3 if method == "diloco" else 1
+    config = {"sizes": (3, 2, 2), "method": method, "num_fragments": fragments, "sync_steps": 6}
+    replica, peer = replicas(2, **config)
+    for step in range(outer_steps):
+        outer_step([replica, peer], [0.1 * step, 0.2 * step + 0.3])
+    replica.sync.end_step()  # in the middle of a window
+    replica.sync.fragments[-1].contributes = False
+    dcp.save({"sync": replica.sync.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    (resumed,) = replicas(1, **config)
+    resumed.sync.expect(outer_steps)
+    state = resumed.sync.state_dict()
+    with torch.no_grad():
+        dcp.load({"sync": state}, checkpoint_id=tmp_path, no_dist=True)
+    resumed.sync.load_state_dict(state)
+    assert resumed.sync.digest() == replica.sync.digest()
+    assert resumed.sync.optimizer_digest() == replica.sync.optimizer_digest()
+    assert [f.contributes for f in resumed.sync.fragments] == [True] * (fragments - 1) + [False]
+    ends = [resumed.sync.state_dict()["steps"], replica.sync.state_dict()["steps"]]
+    assert ends == [1, 1]

@@ -546,12 +546,13 @@ def test_what_a_person_sees():
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(render(dataclasses.replace(scale, gpu="MI300X")))
     lines = console.export_text().splitlines()
-    assert lines[:2] == [
+    assert lines[:3] == [
         "24 ranks = 3 replicas x 1 host x 8",
-        "mesh pp 2 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1; experts: ep 2 x efsdp 2",
+        "mesh pp 2 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1",
+        "experts: ep 2 x efsdp 2",
     ]
-    assert scale.layout == "; ".join(lines[:2])
-    assert lines[2] == "33.01M parameters, 28.10M of them active"
+    assert scale.layout == "; ".join(lines[:3])
+    assert lines[3] == "33.01M parameters, 28.10M of them active"
     worst, lightest = scale.worst, scale.lightest
     header = next(line for line in lines if "memory of a rank" in line)
     assert f"rank {worst.rank}" in header and f"rank {lightest.rank}" in header and worst is not lightest

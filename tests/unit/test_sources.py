@@ -1,6 +1,10 @@
 """Files on top of files, and values from the environment."""
 
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from monarch_titan.config.errors import ConfigError
 from monarch_titan.config.sources import gather
@@ -96,3 +100,39 @@ def test_other_references_are_refused(write, value, message):
     with pytest.raises(ConfigError) as error:
         gather(write("run.toml", f'x = "{value}"\n'))
     assert message in str(error.value)
+
+
+# Any layers ----------------------------------------------------------------------------------------------------------
+
+KEYS = ["steps", "training.seq_len", "training.steps", "monarch.recovery.respawns", "monarch.num_replicas"]
+LAYER = st.dictionaries(st.sampled_from(KEYS), st.integers(0, 99), max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    bases=st.lists(LAYER, max_size=3), file=LAYER, overrides=st.lists(st.tuples(st.sampled_from(KEYS), st.integers()))
+)
+def test_the_last_layer_that_says_something_counts(tmp_path_factory, bases, file, overrides):
+    folder = tmp_path_factory.getbasetemp()
+    for index, base in enumerate(bases):
+        (folder / f"base_{index}.toml").write_text(as_toml(base))
+    extends = f"extends = {json.dumps([f'base_{index}.toml' for index in range(len(bases))])}\n"
+    (folder / "top.toml").write_text(extends + as_toml(file))
+    expected = {}
+    for layer in [*bases, file, *({key: value} for key, value in overrides)]:
+        expected |= layer
+    given_ = gather(folder / "top.toml", [f"{key}={value}" for key, value in overrides])
+    assert dict(leaves_of(given_.plain())) == expected
+
+
+def as_toml(layer):
+    """A layer with dotted keys, which TOML takes as they are."""
+    return "".join(f"{key} = {value}\n" for key, value in layer.items())
+
+
+def leaves_of(tree, prefix=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves_of(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -17,6 +17,7 @@ from monarch_titan.control.events import (
     ReplicaFinished,
     ReplicaLost,
     ReplicaStarted,
+    Resumed,
     RunFinished,
     RunStarted,
     Step,
@@ -225,6 +226,25 @@ def test_a_lighthouse_that_fails_and_returns_is_noted():
     assert [(note.seconds, note.text) for note in notes] == [
         (5.0, "lighthouse failed: exit code 1; starting it again"),
         (6.0, "lighthouse answers again at http://host:1"),
+    ]
+
+
+def test_a_resumed_run_is_noted_with_what_it_could_not_use():
+    resumed = Resumed(time=START, step=20, outer_step=2, replicas=[0, 2], ignored=["replica_1/checkpoint/step-40: cut"])
+    summary = fold(STARTED, resumed)
+    assert [note.text for note in summary.notes] == [
+        "checkpoint not used: replica_1/checkpoint/step-40: cut",
+        "resumed from the checkpoints of step 20, outer step 2",
+        "replica 1 has no part of it and heals from its peers",
+    ]
+    assert summary.step == 20
+
+
+def test_a_run_without_a_usable_checkpoint_says_that_it_begins_anew():
+    notes = fold(STARTED, Resumed(time=START, step=0, outer_step=0, replicas=[], ignored=["cut"])).notes
+    assert [note.text for note in notes] == [
+        "checkpoint not used: cut",
+        "no checkpoint can be used, training begins anew",
     ]
 
 
