@@ -43,7 +43,13 @@ VARIANTS = {
 
 GPU_FLAGS = (
     *("-x", "hip", "--offload-device-only", "-DMT_BARE", "-nogpuinc", "-nogpulib", "-nostdinc", "-std=c++17", "-O3"),
-    *("-ffp-contract=off", "-fno-gpu-rdc", "-fuse-cuid=none", "-mcode-object-version=5", "-Rpass-analysis=kernel-resource-usage"),
+    *(
+        "-ffp-contract=off",
+        "-fno-gpu-rdc",
+        "-fuse-cuid=none",
+        "-mcode-object-version=5",
+        "-Rpass-analysis=kernel-resource-usage",
+    ),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unused-command-line-argument"),
 )
 
