@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from monarch_titan.float8 import cpu, ops, reference
+from monarch_titan.float8 import checks, cpu, ops, reference
 from monarch_titan.float8.format import Format, flat_numel, offsets
 from tests.kernels.inputs import LENGTHS, same, spread
 
@@ -163,6 +163,16 @@ def test_what_does_not_fit_is_named(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value).startswith(message)
+
+
+def test_all_arguments_are_on_one_device_that_has_kernels():
+    """Through an op, torch would take tensors without data for a question about shapes."""
+    nowhere = X.to("meta")
+    assert checks.check_devices({"x": X, "residual": X}) == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"^residual must be on the device of x, cpu, got meta\.$"):
+        checks.check_devices({"x": X, "residual": nowhere})
+    with pytest.raises(ValueError, match=r"^x must be on a CPU, or a GPU of CUDA or ROCm, got meta\.$"):
+        checks.check_devices({"x": nowhere, "residual": nowhere})
 
 
 def test_which_implementation_runs_is_logged_once(caplog, monkeypatch, tmp_path):
