@@ -1,22 +1,30 @@
-"""Build the kernels: ``python kernels/build.py`` for this machine's CPU, ``--gpu gfx942 gfx950`` for code objects too.
+"""Build the kernels: ``python kernels/build.py`` for this machine's CPU, ``--gpu gfx942 gfx950`` for GPUs too.
 
-The CPU library needs a C++ compiler (``CXX``, g++ or clang++) and seconds; it goes into ``monarch_titan/float8/lib``,
-where the package looks for it. Code objects need the clang in the PyPI package ``ziglang``, and no ROCm. Nothing needs
-torch.
+What is built goes into ``monarch_titan/float8/lib``, where the package looks for it, and needs no torch:
+
+- the CPU library by a C++ compiler (``CXX``, g++ or clang++), in seconds;
+- code objects for AMD's GPUs by the clang in the PyPI package ``ziglang``, without ROCm, or by ROCm's own hipcc where
+  that package is not installed or ``--hipcc`` is given (not tried with a real ROCm yet);
+- code objects for NVIDIA's GPUs, sm_90 and later, by CUDA's nvcc, 12 or newer.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parent
+INCLUDE = f"-I{KERNELS / 'include'}"
 LIBRARY = "libmonarch_titan_cpu.so"
 DEFAULT_OUTPUT = KERNELS.parent / "monarch_titan" / "float8" / "lib"
 
@@ -41,17 +49,19 @@ VARIANTS = {
     "avx512": ("-march=x86-64-v4", "-mtune=generic", "-mprefer-vector-width=512"),
 }
 
-GPU_FLAGS = (
-    *("-x", "hip", "--offload-device-only", "-DMT_BARE", "-nogpuinc", "-nogpulib", "-nostdinc", "-std=c++17", "-O3"),
-    *(
-        "-ffp-contract=off",
-        "-fno-gpu-rdc",
-        "-fuse-cuid=none",
-        "-mcode-object-version=5",
-        "-Rpass-analysis=kernel-resource-usage",
-    ),
-    *("-Wall", "-Wextra", "-Werror", "-Wno-unused-command-line-argument"),
+# The kernels for GPUs have no calls and no state, and no bits that depend on the compiler: see CPU_FLAGS.
+HIP_FLAGS = (
+    *("-x", "hip", "--offload-device-only", "-std=c++17", "-O3", "-ffp-contract=off", "-fno-gpu-rdc"),
+    *("-fuse-cuid=none", "-mcode-object-version=5", "-Wall", "-Wextra", "-Werror", "-Wno-unused-command-line-argument"),
 )
+
+# A clang that has neither ROCm's headers nor its library. It tells what resources a kernel takes.
+BARE_FLAGS = ("-DMT_BARE", "-nogpuinc", "-nogpulib", "-nostdinc", "-Rpass-analysis=kernel-resource-usage")
+
+CUDA_FLAGS = ("-x", "cu", "-std=c++17", "-O3", "-fmad=false", "-Werror", "all-warnings")
+
+ARCHITECTURES = ("gfx942", "gfx950", "sm_90")
+"""Those that a wheel has code objects for, where their compilers are there when it is built."""
 
 
 class BuildError(Exception):
@@ -59,7 +69,12 @@ class BuildError(Exception):
 
 
 class NoCompiler(BuildError):
-    """This machine has no C++ compiler."""
+    """This machine lacks a compiler."""
+
+
+def operations() -> list[Path]:
+    """A file for each."""
+    return sorted(KERNELS.glob("*.hip"))
 
 
 def sources() -> list[Path]:
@@ -75,12 +90,12 @@ def compiler() -> str:
     raise NoCompiler("no C++ compiler was found: install g++ or clang++, or set CXX.")
 
 
-def run(*command: str | Path) -> str:
-    """Run a compiler and return what it says."""
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a compiler. Raises BuildError with what it says where it fails."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BuildError(f"{' '.join(map(str, command))}\n{done.stderr}")
-    return done.stderr
+    return done
 
 
 def build_cpu(output: Path) -> Path:
@@ -91,7 +106,7 @@ def build_cpu(output: Path) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         objects = [Path(scratch) / f"{name}.o" for name in names]
         for name, target in zip(names, objects, strict=True):
-            flags = (*CPU_FLAGS, *VARIANTS[name], f"-DMT_VARIANT={name}", f"-I{KERNELS / 'include'}")
+            flags = (*CPU_FLAGS, *VARIANTS[name], f"-DMT_VARIANT={name}", INCLUDE)
             run(cxx, *flags, "-c", KERNELS / "cpu" / "variant.cpp", "-o", target)
         # Replaced in one step: processes that run keep the library that they have loaded.
         staged = output / f".{LIBRARY}.{os.getpid()}"
@@ -100,33 +115,72 @@ def build_cpu(output: Path) -> Path:
     return output / LIBRARY
 
 
-def build_gpu(arch: str, output: Path) -> list[Path]:
-    """Write a code object of every operation for an architecture, with its assembly and the compiler's remarks."""
-    zig = [sys.executable, "-m", "ziglang"]
+def build_gpu(arch: str, output: Path, *, listings: Path | None = None, hipcc: bool = False) -> list[Path]:
+    """Write a code object of every operation into a folder of the architecture's name. Raises BuildError.
+
+    Args:
+        listings: where to write each one's assembly and the compiler's remarks, into such a folder too.
+        hipcc: use it, whether ziglang is there or not; it writes no listings.
+    """
+    build = gpu_compiler(arch, hipcc)
     folder = output / arch
     folder.mkdir(parents=True, exist_ok=True)
-    objects = []
-    for source in sorted(KERNELS.glob("*.hip")):
-        assembly, target = folder / f"{source.stem}.s", folder / f"{source.stem}.o"
-        flags = (f"--offload-arch={arch}", *GPU_FLAGS, f"-I{KERNELS / 'include'}")
-        assembly.with_suffix(".remarks").write_text(run(*zig, "clang", *flags, "-S", source, "-o", assembly))
-        machine = ("-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", "-x", "assembler")
-        run(*zig, "clang", *machine, "-c", assembly, "-o", target)
-        run(*zig, "ld.lld", "-shared", "-o", target.with_suffix(".hsaco"), target)
-        target.unlink()
-        objects.append(target.with_suffix(".hsaco"))
-    return objects
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
+        beside = (listings or Path(scratch)) / arch
+        beside.mkdir(parents=True, exist_ok=True)
+        return list(pool.map(lambda source: build(arch, source, folder, beside), operations()))
+
+
+def gpu_compiler(arch: str, hipcc: bool = False) -> Callable[[str, Path, Path, Path], Path]:
+    """What makes code objects for an architecture on this machine. Raises NoCompiler."""
+    if arch.startswith("sm_"):
+        if not shutil.which("nvcc") or int(re.findall(r"release (\d+)", run("nvcc", "--version").stdout)[0]) < 12:
+            raise NoCompiler(f"no kernels for {arch}: CUDA's nvcc, 12 or newer, was not found.")
+        return build_with_nvcc
+    if importlib.util.find_spec("ziglang") and not hipcc:
+        return build_with_ziglang
+    if not shutil.which("hipcc"):
+        raise NoCompiler(f"no kernels for {arch}: neither the PyPI package ziglang nor ROCm's hipcc was found.")
+    return build_with_hipcc
+
+
+def build_with_ziglang(arch: str, source: Path, folder: Path, listings: Path) -> Path:
+    zig = (sys.executable, "-m", "ziglang")
+    assembly, linked = listings / f"{source.stem}.s", folder / f"{source.stem}.hsaco"
+    target = listings / f"{source.stem}.o"
+    flags = (f"--offload-arch={arch}", *HIP_FLAGS, *BARE_FLAGS, INCLUDE)
+    remarks = run(*zig, "clang", *flags, "-S", source, "-o", assembly).stderr
+    assembly.with_suffix(".remarks").write_text(remarks)
+    machine = ("-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", "-x", "assembler")
+    run(*zig, "clang", *machine, "-c", assembly, "-o", target)
+    run(*zig, "ld.lld", "-shared", "-o", linked, target)
+    return linked
+
+
+def build_with_hipcc(arch: str, source: Path, folder: Path, listings: Path) -> Path:
+    linked = folder / f"{source.stem}.hsaco"
+    flags = (f"--offload-arch={arch}", "--no-gpu-bundle-output", *HIP_FLAGS, INCLUDE)
+    run("hipcc", *flags, source, "-o", linked)
+    return linked
+
+
+def build_with_nvcc(arch: str, source: Path, folder: Path, listings: Path) -> Path:
+    linked = folder / f"{source.stem}.cubin"
+    run("nvcc", f"-arch={arch}", *CUDA_FLAGS, INCLUDE, "-cubin", source, "-o", linked)
+    return linked
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder for what is built")
-    parser.add_argument("--gpu", nargs="*", default=[], metavar="ARCH", help="gfx942, gfx950")
+    parser.add_argument("--gpu", nargs="*", default=[], metavar="ARCH", help=", ".join(ARCHITECTURES))
+    parser.add_argument("--listings", type=Path, help="folder for the assembly of AMD's code objects")
+    parser.add_argument("--hipcc", action="store_true", help="compile for AMD's GPUs with ROCm's compiler")
     options = parser.parse_args()
     try:
         built = [build_cpu(options.output)]
         for arch in options.gpu:
-            built += build_gpu(arch, options.output)
+            built += build_gpu(arch, options.output, listings=options.listings, hipcc=options.hipcc)
     except BuildError as error:
         sys.exit(f"kernels/build.py: {error}")
     print(*built, sep="\n")

@@ -36,7 +36,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_gpu(arch: str, folder: Path) -> None:
-    runpy.run_path(str(KERNELS / "build.py"))["build_gpu"](arch, folder)
+    runpy.run_path(str(KERNELS / "build.py"))["build_gpu"](arch, folder, listings=folder)
 
 
 def kernels(built: Path, arch: str, operation: str) -> list[Kernel]:
