@@ -15,7 +15,7 @@ MT_DEVICE uint32_t first_element() { return lane() * kElements; }
 
 template <class T>
 MT_DEVICE bool is_aligned(const T* address) {
-#if defined(__HIP__)
+#if defined(MT_GPU)
     return (uint64_t(address) & 15u) == 0;
 #else
     (void)address;
@@ -25,7 +25,7 @@ MT_DEVICE bool is_aligned(const T* address) {
 
 // 16 bytes at a time on a GPU, where both addresses must be aligned.
 MT_DEVICE void copy(void* to, const void* from, uint32_t bytes) {
-#if defined(__HIP__)
+#if defined(MT_GPU)
     __builtin_memcpy(__builtin_assume_aligned(to, 16), __builtin_assume_aligned(from, 16), bytes);
 #else
     __builtin_memcpy(to, from, bytes);
@@ -109,14 +109,14 @@ MT_DEVICE float read_scale(const uint8_t* scales, uint32_t block, bool ue8m0) {
     return scale;
 }
 
-#if defined(__HIP__)
+#if defined(MT_GPU)
 // 16 bytes in one access, for which the hardware wants no more than 4 bytes of alignment: rows have no more.
-typedef uint32_t CodeWords __attribute__((ext_vector_type(4), aligned(4), may_alias));
+typedef uint32_t CodeWords __attribute__((vector_size(16), aligned(4), may_alias));
 #endif
 
 // The lane's codes of the block whose codes start at `from`.
 MT_DEVICE Codes load_codes(const uint8_t* from) {
-#if defined(__HIP__)
+#if defined(MT_GPU)
     const CodeWords words = *reinterpret_cast<const CodeWords*>(from + first_element());
     return Codes{{words[0], words[1], words[2], words[3]}};
 #else
@@ -127,7 +127,7 @@ MT_DEVICE Codes load_codes(const uint8_t* from) {
 }
 
 MT_DEVICE void store_codes(uint8_t* to, const Codes& codes) {
-#if defined(__HIP__)
+#if defined(MT_GPU)
     const CodeWords words = {codes.words[0], codes.words[1], codes.words[2], codes.words[3]};
     *reinterpret_cast<CodeWords*>(to + first_element()) = words;
 #else

@@ -1,11 +1,11 @@
 // fp32 and bf16 to FP8 codes and back, a lane's elements at a time.
 //
-// Codes are OCP's on every device. gfx942 converts in the FNUZ flavour, where every code means half as much, so there
-// the caller multiplies by kEncode before and kDecode after, both folded into the block's scale.
+// Codes are OCP's on every device. gfx942 converts in the FNUZ flavour (MT_FNUZ), where every code means half as much,
+// so there the caller multiplies by kEncode before and kDecode after, both folded into the block's scale.
 #pragma once
 #include "target.h"
 
-#if defined(__gfx942__)
+#if defined(MT_FNUZ)
 constexpr float kEncode = 0.5f, kDecode = 2.0f;
 #else
 constexpr float kEncode = 1.0f, kDecode = 1.0f;
@@ -37,7 +37,7 @@ MT_DEVICE void from_float(float value, Bf16& out) {
 
 // A lane's codes: words for the GPU's conversion instructions, bytes for the CPU's vectors.
 struct alignas(16) Codes {
-#if defined(__HIP__)
+#if defined(MT_GPU)
     uint32_t words[kElements / 4];
 #else
     uint8_t bytes[kElements];
@@ -63,9 +63,27 @@ MT_DEVICE auto decode2(E5M2, uint32_t word) {
     return __builtin_amdgcn_cvt_pk_f32_bf8(int(word), high);
 }
 
+#elif defined(MT_FIBERS)
+
+// What those instructions do.
+MT_DEVICE uint32_t encode4(E4M3, float a, float b, float c, float d) { return conversions::encode4<3>(a, b, c, d); }
+MT_DEVICE uint32_t encode4(E5M2, float a, float b, float c, float d) { return conversions::encode4<2>(a, b, c, d); }
+template <bool high>
+MT_DEVICE conversions::Pair decode2(E4M3, uint32_t word) {
+    return conversions::decode2<3>(high ? word >> 16 : word);
+}
+template <bool high>
+MT_DEVICE conversions::Pair decode2(E5M2, uint32_t word) {
+    return conversions::decode2<2>(high ? word >> 16 : word);
+}
+
+#endif
+
+#if defined(__AMDGCN__) || defined(MT_FIBERS)
+
 // Four codes of OCP without the sign of zeros; FNUZ has no negative zero to begin with.
 MT_DEVICE uint32_t canonical(uint32_t word) {
-#if defined(__gfx942__)
+#if defined(MT_FNUZ)
     return word;
 #else
     const uint32_t not_zero = (word & 0x7f7f7f7fu) + 0x7f7f7f7fu;  // bit 7 of each byte; no byte carries into the next
@@ -97,7 +115,7 @@ MT_DEVICE void decode(const Codes& codes, float scale, float (&values)[kElements
     }
 }
 
-#elif !defined(__HIP__)
+#elif !defined(MT_GPU)
 
 // Without branches, for the vectorizer: the two cases of a normal and a subnormal code are both computed.
 template <class E>

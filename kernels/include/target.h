@@ -4,11 +4,36 @@
 // of 16 bytes; on a CPU it is one thread with all 128, in loops that the compiler vectorizes.
 //
 // Compilers: hipcc with ROCm's headers; clang alone (MT_BARE: no ROCm, no headers at all); any C++17 compiler for a
-// CPU. Nothing here knows torch.
+// CPU, and for tests the way of a GPU on a CPU (MT_FIBERS: every thread of a workgroup is a fiber). Nothing here knows
+// torch.
 #pragma once
 
-#if defined(__HIP__)
+#if defined(__HIP__) || defined(MT_FIBERS)
+#define MT_GPU
+#endif
+#if defined(__gfx942__) && !defined(MT_FNUZ)
+#define MT_FNUZ  // what the conversion instructions write
+#endif
 
+#define MT_EXPORT __attribute__((visibility("default")))
+
+#if defined(MT_FIBERS)
+#include "fibers.h"
+#define MT_DEVICE static inline __attribute__((always_inline))
+#define MT_METHOD inline __attribute__((always_inline))
+#define MT_UNROLL
+#define MT_THREAD fibers::thread()
+#define MT_GROUP fibers::group()
+#define MT_GROUPS fibers::groups()
+#define MT_ENTRY(NAME, OPERATION)                                                          \
+    static void NAME##_thread(const void* operation) {                                     \
+        run_blocks(*static_cast<const OPERATION*>(operation));                             \
+    }                                                                                      \
+    extern "C" MT_EXPORT const char* NAME(const void* operation, uint32_t groups) {        \
+        return fibers::launch(NAME##_thread, operation, groups);                           \
+    }
+
+#elif defined(__HIP__)
 #if defined(MT_BARE)
 #define __global__ __attribute__((global))
 #define __device__ __attribute__((device))
@@ -27,37 +52,43 @@ typedef unsigned long uint64_t;
 #define MT_GROUP blockIdx.x
 #define MT_GROUPS gridDim.x
 #endif
-
 #define MT_DEVICE static __device__ inline __attribute__((always_inline))
 #define MT_METHOD __device__ inline __attribute__((always_inline))
 #define MT_UNROLL _Pragma("unroll")
-constexpr uint32_t kLanes = 8;
-
-// The entry point NAME: one workgroup of 256 threads is 32 teams, which stride over the blocks together.
-#define MT_KERNEL(NAME, ...)                                                                        \
-    extern "C" __global__ void MT_TEAM_THREADS NAME(const __VA_ARGS__ operation) {                  \
-        for (uint32_t block = MT_GROUP * 32u + MT_THREAD / kLanes; block < operation.blocks; block += MT_GROUPS * 32u) \
-            operation.run(block);                                                                   \
-    }
+#define MT_ENTRY(NAME, OPERATION) \
+    extern "C" __global__ void MT_TEAM_THREADS NAME(const OPERATION operation) { run_blocks(operation); }
 
 #else
-
 #include <stdint.h>
 #define MT_DEVICE static inline __attribute__((always_inline))
 #define MT_METHOD inline __attribute__((always_inline))
 #define MT_UNROLL
-constexpr uint32_t kLanes = 1;
-
-// The entry point VARIANT_NAME, for the blocks from begin to end: cpu/variant.cpp says which variant this is.
+// VARIANT_NAME, for the blocks from begin to end: cpu/variant.cpp says which variant this is.
 #define MT_JOIN_(variant, name) variant##_##name
 #define MT_JOIN(variant, name) MT_JOIN_(variant, name)
-#define MT_KERNEL(NAME, ...)                                                                                      \
-    extern "C" __attribute__((visibility("default"))) void MT_JOIN(MT_VARIANT, NAME)(const void* operation,       \
-                                                                                     uint32_t begin, uint32_t end) { \
-        const __VA_ARGS__ copy = *static_cast<const __VA_ARGS__*>(operation);                                     \
-        for (uint32_t block = begin; block < end; block++) copy.run(block);                                       \
+#define MT_ENTRY(NAME, OPERATION)                                                                    \
+    extern "C" MT_EXPORT void MT_JOIN(MT_VARIANT, NAME)(const void* operation, uint32_t begin, uint32_t end) { \
+        const OPERATION copy = *static_cast<const OPERATION*>(operation);                                      \
+        for (uint32_t block = begin; block < end; block++) copy.run(block);                                    \
     }
+#endif
 
+// Makes an entry point NAME of an operation, a type whose template arguments may have commas.
+#define MT_KERNEL(NAME, ...)           \
+    typedef __VA_ARGS__ NAME##_operation; \
+    MT_ENTRY(NAME, NAME##_operation)
+
+#if defined(MT_GPU)
+constexpr uint32_t kLanes = 8;
+
+// What a thread does: one workgroup of 256 threads is 32 teams, which stride over the blocks together.
+template <class Operation>
+MT_DEVICE void run_blocks(const Operation& operation) {
+    for (uint32_t block = MT_GROUP * 32u + MT_THREAD / kLanes; block < operation.blocks; block += MT_GROUPS * 32u)
+        operation.run(block);
+}
+#else
+constexpr uint32_t kLanes = 1;
 #endif
 
 constexpr uint32_t kBlock = 128;
@@ -72,7 +103,7 @@ MT_DEVICE To bit_cast(From from) {
 }
 
 MT_DEVICE uint32_t lane() {
-#if defined(__HIP__)
+#if defined(MT_GPU)
     return MT_THREAD % kLanes;
 #else
     return 0;
@@ -80,6 +111,9 @@ MT_DEVICE uint32_t lane() {
 }
 
 // The largest of the team's values, given to all of its lanes. All lanes of a team must call it together.
+#if defined(MT_FIBERS)
+using fibers::team_max;
+#else
 MT_DEVICE uint32_t team_max(uint32_t value) {
 #if defined(__AMDGCN__)
     // DPP: neighbours, then pairs, then the row's half mirrored (8 lanes): three instructions, no memory, no waiting.
@@ -95,4 +129,5 @@ MT_DEVICE uint32_t team_max(uint32_t value) {
 #endif
     return value;
 }
+#endif
 
