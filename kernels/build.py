@@ -87,7 +87,7 @@ def compiler() -> str:
     for candidate in (os.environ.get("CXX"), "g++", "c++", "clang++"):
         if candidate and shutil.which(candidate):
             return candidate
-    raise NoCompiler("no C++ compiler was found: install g++ or clang++, or set CXX.")
+    raise NoCompiler("for CPUs, no C++ compiler was found: install g++ or clang++, or set CXX.")
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -98,7 +98,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def build_cpu(output: Path) -> Path:
+def build_cpu(output: Path) -> list[Path]:
     """Write the CPU library into a folder: all variants that this kind of machine may run. Raises BuildError."""
     cxx = compiler()
     names = VARIANTS if platform.machine() in ("x86_64", "AMD64") else ["portable"]
@@ -112,7 +112,7 @@ def build_cpu(output: Path) -> Path:
         staged = output / f".{LIBRARY}.{os.getpid()}"
         run(cxx, *CPU_FLAGS, "-shared", "-pthread", KERNELS / "cpu" / "launch.cpp", *objects, "-o", staged)
         staged.replace(output / LIBRARY)
-    return output / LIBRARY
+    return [output / LIBRARY]
 
 
 def build_gpu(arch: str, output: Path, *, listings: Path | None = None, hipcc: bool = False) -> list[Path]:
@@ -135,12 +135,12 @@ def gpu_compiler(arch: str, hipcc: bool = False) -> Callable[[str, Path, Path, P
     """What makes code objects for an architecture on this machine. Raises NoCompiler."""
     if arch.startswith("sm_"):
         if not shutil.which("nvcc") or int(re.findall(r"release (\d+)", run("nvcc", "--version").stdout)[0]) < 12:
-            raise NoCompiler(f"no kernels for {arch}: CUDA's nvcc, 12 or newer, was not found.")
+            raise NoCompiler(f"for {arch}, CUDA's nvcc, 12 or newer, was not found.")
         return build_with_nvcc
     if importlib.util.find_spec("ziglang") and not hipcc:
         return build_with_ziglang
     if not shutil.which("hipcc"):
-        raise NoCompiler(f"no kernels for {arch}: neither the PyPI package ziglang nor ROCm's hipcc was found.")
+        raise NoCompiler(f"for {arch}, neither the PyPI package ziglang nor ROCm's hipcc was found.")
     return build_with_hipcc
 
 
@@ -149,8 +149,8 @@ def build_with_ziglang(arch: str, source: Path, folder: Path, listings: Path) ->
     assembly, linked = listings / f"{source.stem}.s", folder / f"{source.stem}.hsaco"
     target = listings / f"{source.stem}.o"
     flags = (f"--offload-arch={arch}", *HIP_FLAGS, *BARE_FLAGS, INCLUDE)
-    remarks = run(*zig, "clang", *flags, "-S", source, "-o", assembly).stderr
-    assembly.with_suffix(".remarks").write_text(remarks)
+    remarks = run(*zig, "clang", *flags, "-S", source, "-o", assembly)
+    assembly.with_suffix(".remarks").write_text(remarks.stderr)
     machine = ("-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", "-x", "assembler")
     run(*zig, "clang", *machine, "-c", assembly, "-o", target)
     run(*zig, "ld.lld", "-shared", "-o", linked, target)
@@ -165,8 +165,10 @@ def build_with_hipcc(arch: str, source: Path, folder: Path, listings: Path) -> P
 
 
 def build_with_nvcc(arch: str, source: Path, folder: Path, listings: Path) -> Path:
-    linked = folder / f"{source.stem}.cubin"
-    run("nvcc", f"-arch={arch}", *CUDA_FLAGS, INCLUDE, "-cubin", source, "-o", linked)
+    assembly, linked = listings / f"{source.stem}.ptx", folder / f"{source.stem}.cubin"
+    run("nvcc", f"-arch={arch}", *CUDA_FLAGS, INCLUDE, "-ptx", source, "-o", assembly)
+    remarks = run("nvcc", f"-arch={arch}", "-Xptxas", "-v", "-cubin", assembly, "-o", linked)
+    assembly.with_suffix(".remarks").write_text(remarks.stdout + remarks.stderr)
     return linked
 
 
@@ -174,11 +176,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder for what is built")
     parser.add_argument("--gpu", nargs="*", default=[], metavar="ARCH", help=", ".join(ARCHITECTURES))
-    parser.add_argument("--listings", type=Path, help="folder for the assembly of AMD's code objects")
+    parser.add_argument("--listings", type=Path, help="folder for the assembly of code objects")
     parser.add_argument("--hipcc", action="store_true", help="compile for AMD's GPUs with ROCm's compiler")
     options = parser.parse_args()
     try:
-        built = [build_cpu(options.output)]
+        built = build_cpu(options.output)
         for arch in options.gpu:
             built += build_gpu(arch, options.output, listings=options.listings, hipcc=options.hipcc)
     except BuildError as error:

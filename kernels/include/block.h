@@ -25,7 +25,9 @@ MT_DEVICE bool is_aligned(const T* address) {
 
 // 16 bytes at a time on a GPU, where both addresses must be aligned.
 MT_DEVICE void copy(void* to, const void* from, uint32_t bytes) {
-#if defined(MT_GPU)
+#if defined(__CUDACC__)
+    MT_UNROLL for (uint32_t i = 0; i < bytes / 16; i++) static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+#elif defined(MT_GPU)
     __builtin_memcpy(__builtin_assume_aligned(to, 16), __builtin_assume_aligned(from, 16), bytes);
 #else
     __builtin_memcpy(to, from, bytes);
@@ -94,29 +96,43 @@ MT_DEVICE void dequantize(const Codes& codes, float scale, float (&values)[kElem
     decode<E>(codes, scale * kDecode, values);
 }
 
+// On a GPU an fp32 scale lies at a multiple of 4 bytes, as segments and rows start there. nvcc must be told.
+template <class T>
+MT_DEVICE T* as_word(T* address) {
+#if defined(MT_GPU)
+    return static_cast<T*>(__builtin_assume_aligned(address, 4));
+#else
+    return address;
+#endif
+}
+
 MT_DEVICE void write_scale(uint8_t* scales, uint32_t block, bool ue8m0, float scale) {
     if (ue8m0) {
         scales[block] = is_nan(scale) ? uint8_t(0xff) : uint8_t(bit_cast<uint32_t>(scale) >> 23);
     } else {
-        __builtin_memcpy(scales + uint64_t(block) * 4, &scale, 4);
+        __builtin_memcpy(as_word(scales + uint64_t(block) * 4), &scale, 4);
     }
 }
 
 MT_DEVICE float read_scale(const uint8_t* scales, uint32_t block, bool ue8m0) {
     if (ue8m0) return bit_cast<float>(scales[block] == 0xff ? 0x7fc00000u : uint32_t(scales[block]) << 23);
     float scale;
-    __builtin_memcpy(&scale, scales + uint64_t(block) * 4, 4);
+    __builtin_memcpy(&scale, as_word(scales + uint64_t(block) * 4), 4);
     return scale;
 }
 
-#if defined(MT_GPU)
-// 16 bytes in one access, for which the hardware wants no more than 4 bytes of alignment: rows have no more.
+#if defined(MT_GPU) && !defined(__CUDACC__)
+// 16 bytes in one access, for which AMD's hardware wants no more than 4 bytes of alignment: rows have no more.
 typedef uint32_t CodeWords __attribute__((vector_size(16), aligned(4), may_alias));
 #endif
 
 // The lane's codes of the block whose codes start at `from`.
 MT_DEVICE Codes load_codes(const uint8_t* from) {
-#if defined(MT_GPU)
+#if defined(__CUDACC__)
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(from + first_element());
+    if (is_aligned(from)) return *reinterpret_cast<const Codes*>(words);
+    return Codes{{words[0], words[1], words[2], words[3]}};  // of a row
+#elif defined(MT_GPU)
     const CodeWords words = *reinterpret_cast<const CodeWords*>(from + first_element());
     return Codes{{words[0], words[1], words[2], words[3]}};
 #else
@@ -127,7 +143,14 @@ MT_DEVICE Codes load_codes(const uint8_t* from) {
 }
 
 MT_DEVICE void store_codes(uint8_t* to, const Codes& codes) {
-#if defined(MT_GPU)
+#if defined(__CUDACC__)
+    uint32_t* words = reinterpret_cast<uint32_t*>(to + first_element());
+    if (is_aligned(to)) {
+        *reinterpret_cast<Codes*>(words) = codes;
+    } else {
+        MT_UNROLL for (uint32_t i = 0; i < kElements / 4; i++) words[i] = codes.words[i];
+    }
+#elif defined(MT_GPU)
     const CodeWords words = {codes.words[0], codes.words[1], codes.words[2], codes.words[3]};
     *reinterpret_cast<CodeWords*>(to + first_element()) = words;
 #else

@@ -63,9 +63,37 @@ MT_DEVICE auto decode2(E5M2, uint32_t word) {
     return __builtin_amdgcn_cvt_pk_f32_bf8(int(word), high);
 }
 
+#elif defined(__CUDACC__)
+
+struct Pair {
+    float low, high;
+    MT_METHOD float operator[](int index) const { return index ? high : low; }
+};
+
+// The instructions take and give the upper half first. Out of half precision no value is rounded.
+#define MT_CONVERSIONS(E, TYPE)                                                                                \
+    MT_DEVICE uint32_t encode4(E, float a, float b, float c, float d) {                                        \
+        uint16_t low, high;                                                                                    \
+        asm("cvt.rn.satfinite." TYPE "x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));                       \
+        asm("cvt.rn.satfinite." TYPE "x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));                      \
+        return uint32_t(high) << 16 | low;                                                                     \
+    }                                                                                                          \
+    template <bool high>                                                                                       \
+    MT_DEVICE Pair decode2(E, uint32_t word) {                                                                 \
+        Pair pair;                                                                                             \
+        asm("{.reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2." TYPE "x2 both, %2; mov.b32 {low, high}, both;" \
+            "cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"                                                      \
+            : "=f"(pair.low), "=f"(pair.high)                                                                  \
+            : "h"(uint16_t(high ? word >> 16 : word)));                                                        \
+        return pair;                                                                                           \
+    }
+MT_CONVERSIONS(E4M3, "e4m3")
+MT_CONVERSIONS(E5M2, "e5m2")
+#undef MT_CONVERSIONS
+
 #elif defined(MT_FIBERS)
 
-// What those instructions do.
+// What AMD's instructions do.
 MT_DEVICE uint32_t encode4(E4M3, float a, float b, float c, float d) { return conversions::encode4<3>(a, b, c, d); }
 MT_DEVICE uint32_t encode4(E5M2, float a, float b, float c, float d) { return conversions::encode4<2>(a, b, c, d); }
 template <bool high>
@@ -79,7 +107,7 @@ MT_DEVICE conversions::Pair decode2(E5M2, uint32_t word) {
 
 #endif
 
-#if defined(__AMDGCN__) || defined(MT_FIBERS)
+#if defined(MT_GPU)
 
 // Four codes of OCP without the sign of zeros; FNUZ has no negative zero to begin with.
 MT_DEVICE uint32_t canonical(uint32_t word) {
@@ -115,7 +143,7 @@ MT_DEVICE void decode(const Codes& codes, float scale, float (&values)[kElements
     }
 }
 
-#elif !defined(MT_GPU)
+#else
 
 // Without branches, for the vectorizer: the two cases of a normal and a subnormal code are both computed.
 template <class E>

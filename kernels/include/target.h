@@ -3,12 +3,12 @@
 // A team owns one block of 128 elements. On a GPU it is 8 lanes of 16 elements, which makes every access to codes one
 // of 16 bytes; on a CPU it is one thread with all 128, in loops that the compiler vectorizes.
 //
-// Compilers: hipcc with ROCm's headers; clang alone (MT_BARE: no ROCm, no headers at all); any C++17 compiler for a
-// CPU, and for tests the way of a GPU on a CPU (MT_FIBERS: every thread of a workgroup is a fiber). Nothing here knows
-// torch.
+// Compilers: hipcc with ROCm's headers; clang alone (MT_BARE: no ROCm, no headers at all); nvcc; any C++17 compiler for
+// a CPU, and for tests the way of a GPU on a CPU (MT_FIBERS: every thread of a workgroup is a fiber). Nothing here
+// knows torch.
 #pragma once
 
-#if defined(__HIP__) || defined(MT_FIBERS)
+#if defined(__HIP__) || defined(__CUDACC__) || defined(MT_FIBERS)
 #define MT_GPU
 #endif
 #if defined(__gfx942__) && !defined(MT_FNUZ)
@@ -33,7 +33,7 @@
         return fibers::launch(NAME##_thread, operation, groups);                           \
     }
 
-#elif defined(__HIP__)
+#elif defined(MT_GPU)
 #if defined(MT_BARE)
 #define __global__ __attribute__((global))
 #define __device__ __attribute__((device))
@@ -46,7 +46,11 @@ typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
 typedef unsigned long uint64_t;
 #else
+#if defined(__CUDACC__)
+#include <stdint.h>
+#else
 #include <hip/hip_runtime.h>
+#endif
 #define MT_TEAM_THREADS __launch_bounds__(256)
 #define MT_THREAD threadIdx.x
 #define MT_GROUP blockIdx.x
@@ -126,6 +130,12 @@ MT_DEVICE uint32_t team_max(uint32_t value) {
     MT_MAX_WITH(0x4e)   // quad_perm [2, 3, 0, 1]
     MT_MAX_WITH(0x141)  // row_half_mirror
 #undef MT_MAX_WITH
+#elif defined(__CUDACC__)
+    const uint32_t team = 0xffu << (MT_THREAD % 32 / kLanes * kLanes);  // its lanes of the warp
+    MT_UNROLL for (uint32_t distance = 1; distance < kLanes; distance *= 2) {
+        const uint32_t other = __shfl_xor_sync(team, value, distance);
+        value = value > other ? value : other;
+    }
 #endif
     return value;
 }

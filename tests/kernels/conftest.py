@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from monarch_titan.float8 import cpu
-from tests.kernels import builds
+from tests.kernels import builds, stand_in
 
 BUILT = os.environ.get("MONARCH_TITAN_TEST_LIBRARIES")
 """A folder with what is to be tested: test_sanitizers.py builds one and runs other tests with it."""
@@ -37,6 +38,14 @@ def fibers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fibers")
     builds.build_fibers(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def driver_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """A stand-in for a GPU's driver."""
+    if not builds.has_compiler():
+        pytest.skip("there is no C++ compiler to build the stand-in driver with")
+    return stand_in.build_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,16 +1,20 @@
-"""The kernels for AMD's GPUs, as machine code: the right instructions, no spills, the same bytes each time."""
+"""The kernels for GPUs, as their compilers leave them: the right instructions, no spills, the same bytes each time."""
 
 from __future__ import annotations
 
+import ctypes
 import re
-import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-KERNELS = Path(__file__).parents[2] / "kernels"
-OPERATIONS = sorted(path.stem for path in KERNELS.glob("*.hip"))
+from monarch_titan.float8.format import ELEMENTS, Format
+from monarch_titan.float8.kernels import Kernels, Operation
+from tests.kernels.builds import BUILD, KERNELS
+from tests.kernels.stand_in import OPERATIONS, StandIn, names
+
 ARCHITECTURES = ["gfx942", "gfx950"]
 
 WRITERS = {"quantize_pack", "quantize_pack_ef", "pseudograd_pack", "reduce_requant", "quantize_rows"}
@@ -36,7 +40,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_gpu(arch: str, folder: Path) -> None:
-    runpy.run_path(str(KERNELS / "build.py"))["build_gpu"](arch, folder, listings=folder)
+    BUILD["build_gpu"](arch, folder, listings=folder)
 
 
 def kernels(built: Path, arch: str, operation: str) -> list[Kernel]:
@@ -96,3 +100,68 @@ def test_code_objects_are_the_same_each_time(built, arch, tmp_path):
     for operation in OPERATIONS:
         again, first = (folder / arch / f"{operation}.hsaco" for folder in (tmp_path, built))
         assert again.read_bytes() == first.read_bytes(), operation
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_arguments_are_as_long_as_the_launcher_packs_them(built, arch):
+    for argument in leaves(Operation):
+        assembly = (built / arch / f"{argument.name}.s").read_text()
+        sizes = re.findall(r"\.kernarg_segment_size: (\d+)", assembly)
+        assert {int(size) for size in sizes} == {ctypes.sizeof(argument)}, argument.name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_code_objects_have_the_kernels_that_are_launched(built, arch, driver_library):
+    """Through the launcher, into their symbol tables."""
+    gpu = StandIn(driver_library, arch, built)
+    for dtype in (torch.float32, torch.bfloat16):
+        for element in ELEMENTS:
+            launch_everything(gpu.launcher, dtype, Format(element=element))
+    assert {launch["kernel"] for launch in gpu.launches()} == {name for file in OPERATIONS for name in names(file)}
+
+
+def launch_everything(kernels: Kernels, dtype: torch.dtype, format: Format) -> None:
+    x, residual = torch.ones(128, dtype=dtype), torch.zeros(128)
+    wire = kernels.quantize_pack(x, 1, format)
+    kernels.quantize_pack_ef(x, residual, 1, format)
+    kernels.pseudograd_pack([x], [x], residual, 1, format)
+    kernels.unpack(wire, 128, dtype, format)
+    kernels.reduce_segments(wire, 128, format)
+    kernels.reduce_requant(wire, format)
+    kernels.dequantize_rows(kernels.quantize_rows(x.view(1, 128), format), dtype, format)
+
+
+def leaves(base: type[Operation]) -> list[type[Operation]]:
+    """The classes of this package that tell what a kernel is told."""
+    found = [kind for kind in base.__subclasses__() if kind.__module__ == base.__module__]
+    return found + [kind for parent in found for kind in leaves(parent)]
+
+
+@pytest.fixture(scope="module")
+def built_for_nvidia(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        BUILD["gpu_compiler"]("sm_90")
+    except BUILD["NoCompiler"] as missing:
+        pytest.skip(str(missing))
+    folder = tmp_path_factory.mktemp("nvidia")
+    build_gpu("sm_90", folder)
+    return folder
+
+
+def test_nvidia(built_for_nvidia, driver_library):
+    """What is asked of AMD's, of the only code of NVIDIA's that can be read without CUDA's other tools."""
+    for argument in leaves(Operation):
+        listing = built_for_nvidia / "sm_90" / f"{argument.name}.ptx"
+        remarks = listing.with_suffix(".remarks").read_text()
+        assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", remarks)) == {"0"}, argument.name
+        for code in listing.read_text().split(".visible .entry ")[1:]:
+            name = re.match(r"\w+", code)[0]
+            kind = name.rsplit("_", 1)[1]
+            assert (f"cvt.rn.satfinite.{kind}x2.f32" in code) == (argument.name in WRITERS), name
+            assert (f"cvt.rn.f16x2.{kind}x2" in code) == (argument.name in READERS), name
+            assert "ld.global.v4" in code and "st.global.v4" in code, name
+            assert ".approx" not in code and "fma." not in code, name
+            assert int(re.search(r"_param_0\[(\d+)\]", code)[1]) == ctypes.sizeof(argument), name
+    gpu = StandIn(driver_library, "sm_90", built_for_nvidia)
+    for dtype in (torch.float32, torch.bfloat16):
+        launch_everything(gpu.launcher, dtype, Format())

@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
-import shutil
 import struct
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,84 +19,28 @@ from typing import Any
 import pytest
 import torch
 
-from monarch_titan.float8 import checks, driver, launcher, ops, reference
-from monarch_titan.float8.driver import CudaDriver, DriverError, HipDriver
+from monarch_titan.float8 import checks, launcher, ops, reference
+from monarch_titan.float8.driver import CudaDriver, DriverError
 from monarch_titan.float8.format import Format, Layout, flat_numel
 from monarch_titan.float8.launcher import Launcher, NoCodeObjects
 from tests.kernels.inputs import FORMATS, same, special_blocks, spread
-
-KERNELS = Path(__file__).parents[2] / "kernels"
-OPERATIONS = sorted(path.stem for path in KERNELS.glob("*.hip"))
-
-STREAM = 0x7F00_1234_5678_9ABC
-"""Of 64 bits: a handle that is cut to 32 would be another."""
+from tests.kernels.stand_in import STREAM, StandIn, build_images
 
 E4M3 = Format()
 WIDE = spread(40 * 30, seed=6).view(40, 30)
 
 
-def names(operation: str) -> list[str]:
-    """The kernels that a file defines."""
-    return re.findall(r"^MT_KERNEL\((\w+),", (KERNELS / f"{operation}.hip").read_text(), flags=re.MULTILINE)
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The stand-in, under the name of HIP's library."""
-    if not shutil.which("g++"):
-        pytest.skip("there is no g++ to build the stand-in driver with")
-    source = Path(__file__).parent / "driver" / "driver.cpp"
-    target = tmp_path_factory.mktemp("driver") / driver.HIP_LIBRARY
-    flags = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-unknown-pragmas")
-    subprocess.run(["g++", *flags, f"-I{KERNELS / 'include'}", source, "-o", target], check=True)
-    loaded = ctypes.CDLL(str(target))
-    loaded.driver_take_record.restype = ctypes.c_char_p
-    return loaded
-
-
-@pytest.fixture(scope="session")
-def code_objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like the package's ``lib``, for three architectures."""
+@pytest.fixture(scope="module")
+def code_objects(driver_library: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lib")
-    for operation in OPERATIONS:
-        symbols = [symbol for name in names(operation) for symbol in (name, f"{name}.kd")]
-        assembly = folder / f"{operation}.s"
-        assembly.write_text("".join(f'.globl "{symbol}"\n"{symbol}": .quad 0\n' for symbol in symbols))
-        image = assembly.with_suffix(".so")
-        subprocess.run(["g++", "-shared", "-nostdlib", "-x", "assembler", assembly, "-o", image], check=True)
-        for arch, suffix in (("gfx942", "hsaco"), ("gfx950", "hsaco"), ("sm_90", "cubin")):
-            (folder / arch).mkdir(exist_ok=True)
-            shutil.copy(image, folder / arch / f"{operation}.{suffix}")
+    build_images(folder)
     return folder
 
 
-class StandIn:
-    """A launcher on the second device of the stand-in driver, and what the driver saw."""
-
-    def __init__(self, library: ctypes.CDLL, architecture: str, folder: Path, units: int = 304) -> None:
-        self.library, self.path = library, library._name
-        library.driver_recover()
-        make = CudaDriver if architecture.startswith("sm_") else HipDriver
-        self.stream = STREAM
-        self.launcher = Launcher(make(1, self.path), architecture, units, lambda: self.stream, folder)
-        self.record()
-
-    def record(self) -> list[str]:
-        """The driver's calls since it was last asked."""
-        return self.library.driver_take_record().decode().splitlines()
-
-    def launches(self) -> list[dict[str, str]]:
-        calls = [line.split() for line in self.record() if "Launch" in line]
-        return [{"kernel": name, **dict(item.split("=") for item in rest)} for _, name, *rest in calls]
-
-    def fail(self, call: str, code: int) -> None:
-        self.library.driver_fail(call.encode(), code)
-
-
 @pytest.fixture(params=["gfx942", "gfx950", "sm_90"])
-def gpu(request: pytest.FixtureRequest, library: ctypes.CDLL, code_objects: Path) -> Iterator[StandIn]:
-    yield StandIn(library, request.param, code_objects)
-    library.driver_recover()
+def gpu(request: pytest.FixtureRequest, driver_library: ctypes.CDLL, code_objects: Path) -> Iterator[StandIn]:
+    yield StandIn(driver_library, request.param, code_objects)
+    driver_library.driver_recover()
 
 
 def results(kernels: Any, dtype: torch.dtype, format: Format, device: str = "cpu") -> list[torch.Tensor]:
@@ -144,9 +86,9 @@ def test_a_gpu_gives_the_references_bytes(format, dtype):
         same(ours.cpu(), theirs)
 
 
-def test_torch_ops_on_a_gpu(library, code_objects, monkeypatch, caplog):
+def test_torch_ops_on_a_gpu(driver_library, code_objects, monkeypatch, caplog):
     """Tensors that say they are on a ROCm device are all that a test must do without."""
-    gpu = StandIn(library, "gfx942", code_objects)
+    gpu = StandIn(driver_library, "gfx942", code_objects)
     properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304)
     monkeypatch.setattr(torch.version, "hip", "7.2")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -193,8 +135,8 @@ def test_the_argument_travels_by_value(gpu):
 
 
 @pytest.mark.parametrize("blocks, groups", [(1, 1), (32, 1), (33, 2), (512, 16), (513, 16), (5000, 16)])
-def test_as_many_groups_as_the_device_holds(library, code_objects, blocks, groups):
-    gpu, x = StandIn(library, "gfx942", code_objects, units=2), spread(blocks * 128, seed=1)
+def test_as_many_groups_as_the_device_holds(driver_library, code_objects, blocks, groups):
+    gpu, x = StandIn(driver_library, "gfx942", code_objects, units=2), spread(blocks * 128, seed=1)
     same(gpu.launcher.quantize_pack(x, 1, E4M3), reference.quantize_pack(x, 1, E4M3))
     assert [launch["groups"] for launch in gpu.launches()] == [str(groups)]
 
@@ -256,14 +198,14 @@ FAILURES = {
 
 @pytest.mark.parametrize("architecture, call", [(arch, call) for arch, calls in FAILURES.items() for call in calls])
 @pytest.mark.parametrize("code, reason", [(719, "unspecified launch failure"), (12345, "unknown to the driver")])
-def test_a_failed_call_is_one_clear_error(library, code_objects, architecture, call, code, reason):
-    gpu = StandIn(library, architecture, code_objects)
+def test_a_failed_call_is_one_clear_error(driver_library, code_objects, architecture, call, code, reason):
+    gpu = StandIn(driver_library, architecture, code_objects)
     gpu.fail(call, code)
     try:
         with pytest.raises(DriverError) as error:
             gpu.launcher.quantize_pack(torch.ones(5), 1, E4M3)
     finally:
-        library.driver_recover()
+        driver_library.driver_recover()
     assert re.fullmatch(
         rf"{call} failed for quantize_pack(_f32_e4m3)? on GPU 1 with error {code}: {reason}\.", str(error.value)
     )
@@ -271,13 +213,13 @@ def test_a_failed_call_is_one_clear_error(library, code_objects, architecture, c
 
 
 @pytest.mark.parametrize("call", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])
-def test_a_device_that_cannot_be_opened(library, call):
-    library.driver_fail(call.encode(), 101)
+def test_a_device_that_cannot_be_opened(driver_library, call):
+    driver_library.driver_fail(call.encode(), 101)
     try:
         with pytest.raises(DriverError) as error:
-            CudaDriver(1, library._name)
+            CudaDriver(1, driver_library._name)
     finally:
-        library.driver_recover()
+        driver_library.driver_recover()
     assert str(error.value) == f"{call} failed for FP8 operations on GPU 1 with error 101: invalid device ordinal."
 
 
@@ -288,20 +230,20 @@ def test_a_device_that_cannot_be_opened(library, call):
         (None, "GetFunction failed for quantize_pack_f32_e4m3 on GPU 1 with error 500: named symbol not found."),
     ],
 )
-def test_a_code_object_of_something_else(library, code_objects, tmp_path, content, message):
+def test_a_code_object_of_something_else(driver_library, code_objects, tmp_path, content, message):
     (tmp_path / "gfx942").mkdir()
     other = (code_objects / "gfx942" / "unpack.hsaco").read_bytes()
     (tmp_path / "gfx942" / "quantize_pack.hsaco").write_bytes(content or other)
     with pytest.raises(DriverError, match=re.escape(message)):
-        StandIn(library, "gfx942", tmp_path).launcher.quantize_pack(torch.ones(5), 1, E4M3)
+        StandIn(driver_library, "gfx942", tmp_path).launcher.quantize_pack(torch.ones(5), 1, E4M3)
 
 
-def test_an_architecture_without_code_objects(library, code_objects, tmp_path):
+def test_an_architecture_without_code_objects(driver_library, code_objects, tmp_path):
     with pytest.raises(NoCodeObjects) as error:
-        StandIn(library, "gfx90a", code_objects)
+        StandIn(driver_library, "gfx90a", code_objects)
     assert str(error.value) == (
         "FP8 operations have no code objects for gfx90a, only for gfx942, gfx950, sm_90: "
         "`python kernels/build.py --gpu gfx90a` in a checkout builds them."
     )
     with pytest.raises(NoCodeObjects, match="for gfx942, only for no GPU: `python"):
-        StandIn(library, "gfx942", tmp_path)
+        StandIn(driver_library, "gfx942", tmp_path)

@@ -45,14 +45,14 @@ bool add(const char* name, size_t size, void (*run)(const void*, uint32_t)) {
             for (uint32_t block = team; block < operation.blocks; block += groups * 32) operation.run(block); \
     });
 
-#include "../../../kernels/dequantize_rows.hip"
-#include "../../../kernels/pseudograd_pack.hip"
-#include "../../../kernels/quantize_pack.hip"
-#include "../../../kernels/quantize_pack_ef.hip"
-#include "../../../kernels/quantize_rows.hip"
-#include "../../../kernels/reduce_requant.hip"
-#include "../../../kernels/reduce_segments.hip"
-#include "../../../kernels/unpack.hip"
+#include "../../kernels/dequantize_rows.hip"
+#include "../../kernels/pseudograd_pack.hip"
+#include "../../kernels/quantize_pack.hip"
+#include "../../kernels/quantize_pack_ef.hip"
+#include "../../kernels/quantize_rows.hip"
+#include "../../kernels/reduce_requant.hip"
+#include "../../kernels/reduce_segments.hip"
+#include "../../kernels/unpack.hip"
 
 namespace {
 
