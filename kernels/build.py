@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,19 +98,23 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def build_cpu(output: Path) -> list[Path]:
+def build_cpu(output: Path, more_flags: Sequence[str] = ()) -> list[Path]:
     """Write the CPU library into a folder: all variants that this kind of machine may run. Raises BuildError."""
     cxx = compiler()
     names = VARIANTS if platform.machine() in ("x86_64", "AMD64") else ["portable"]
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        objects = [Path(scratch) / f"{name}.o" for name in names]
-        for name, target in zip(names, objects, strict=True):
-            flags = (*CPU_FLAGS, *VARIANTS[name], f"-DMT_VARIANT={name}", INCLUDE)
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor() as pool:
+
+        def compile_variant(name: str) -> Path:
+            target = Path(scratch) / f"{name}.o"
+            flags = (*CPU_FLAGS, *VARIANTS[name], f"-DMT_VARIANT={name}", INCLUDE, *more_flags)
             run(cxx, *flags, "-c", KERNELS / "cpu" / "variant.cpp", "-o", target)
+            return target
+
+        objects = list(pool.map(compile_variant, names))
         # Replaced in one step: processes that run keep the library that they have loaded.
         staged = output / f".{LIBRARY}.{os.getpid()}"
-        run(cxx, *CPU_FLAGS, "-shared", "-pthread", KERNELS / "cpu" / "launch.cpp", *objects, "-o", staged)
+        run(cxx, *CPU_FLAGS, *more_flags, "-shared", "-pthread", KERNELS / "cpu" / "launch.cpp", *objects, "-o", staged)
         staged.replace(output / LIBRARY)
     return [output / LIBRARY]
 

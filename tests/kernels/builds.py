@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import runpy
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +41,15 @@ def build_fibers(folder: Path, flags: Sequence[str] = ()) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:
         list(pool.map(build, FLAVOURS))
+
+
+def sanitizer_runtime() -> Path | None:
+    """AddressSanitizer's library, which a process must load first whose program was built without it."""
+    found = subprocess.run(
+        [BUILD["compiler"](), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    )
+    runtime = Path(found.stdout.strip())
+    return runtime if runtime.is_absolute() else None
 
 
 class Divergence(Exception):
