@@ -37,24 +37,25 @@
 #if defined(MT_BARE)
 #define __global__ __attribute__((global))
 #define __device__ __attribute__((device))
-#define MT_TEAM_THREADS __attribute__((amdgpu_flat_work_group_size(256, 256)))
-#define MT_THREAD __builtin_amdgcn_workitem_id_x()
-#define MT_GROUP __builtin_amdgcn_workgroup_id_x()
-#define MT_GROUPS (__builtin_amdgcn_grid_size_x() / 256u)
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
 typedef unsigned long uint64_t;
-#else
-#if defined(__CUDACC__)
+#elif defined(__CUDACC__)
 #include <stdint.h>
 #else
 #include <hip/hip_runtime.h>
 #endif
+#if defined(__CUDACC__)
 #define MT_TEAM_THREADS __launch_bounds__(256)
 #define MT_THREAD threadIdx.x
 #define MT_GROUP blockIdx.x
 #define MT_GROUPS gridDim.x
+#else  // the compiler's own, with or without ROCm: its gridDim is a call of a library
+#define MT_TEAM_THREADS __attribute__((amdgpu_flat_work_group_size(256, 256)))
+#define MT_THREAD __builtin_amdgcn_workitem_id_x()
+#define MT_GROUP __builtin_amdgcn_workgroup_id_x()
+#define MT_GROUPS (__builtin_amdgcn_grid_size_x() / 256u)
 #endif
 #define MT_DEVICE static __device__ inline __attribute__((always_inline))
 #define MT_METHOD __device__ inline __attribute__((always_inline))

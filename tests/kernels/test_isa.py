@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,6 +139,33 @@ def leaves(base: type[Operation]) -> list[type[Operation]]:
     return found + [kind for parent in found for kind in leaves(parent)]
 
 
+@pytest.mark.slow
+def test_rocms_own_headers_make_no_difference(built, tmp_path):
+    """The way of hipcc, with the headers that triton brings: the same instructions as without them."""
+    headers = Path(importlib.util.find_spec("triton").origin).parent / "backends" / "amd" / "include"
+    resources = Path(importlib.util.find_spec("ziglang").origin).parent / "lib"
+    # Of clang itself, and not in ziglang: for programs that use these names of C++'s.
+    for name in ("__clang_cuda_math_forward_declares.h", "__clang_cuda_complex_builtins.h", *WRAPPERS):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    includes = ("-nogpuinc", "-nogpulib", "-resource-dir", resources, "-isystem", headers, "-isystem", tmp_path)
+    flags = (*BUILD["HIP_FLAGS"], "-D__HIP_PLATFORM_AMD__", *includes, BUILD["INCLUDE"])
+    for operation in OPERATIONS:
+        source, assembly = KERNELS / f"{operation}.hip", tmp_path / f"{operation}.s"
+        clang = (sys.executable, "-m", "ziglang", "clang", "--offload-arch=gfx942")
+        BUILD["run"](*clang, *flags, "-S", source, "-o", assembly)
+        bare = built / "gfx942" / assembly.name
+        assert instructions(assembly.read_text()) == instructions(bare.read_text()), operation
+
+
+WRAPPERS = [f"include/cuda_wrappers/{name}" for name in ("algorithm", "complex", "new")]
+
+
+def instructions(assembly: str) -> list[str]:
+    lines = [line.split(";")[0].strip() for line in assembly.splitlines()]
+    return [line for line in lines if line and not line.startswith(".")]
+
+
 @pytest.fixture(scope="module")
 def built_for_nvidia(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
@@ -148,6 +177,7 @@ def built_for_nvidia(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_nvidia(built_for_nvidia, driver_library):
     """What is asked of AMD's, of the only code of NVIDIA's that can be read without CUDA's other tools."""
     for argument in leaves(Operation):
