@@ -104,7 +104,7 @@ def build_cpu(output: Path, more_flags: Sequence[str] = ()) -> Path:
         # Replaced in one step: processes that run keep the library that they have loaded.
         staged = output / f".{LIBRARY}.{os.getpid()}"
         source = KERNELS / "cpu" / "launch.cpp"
-        run(cxx, *CPU_FLAGS, *more_flags, "-shared", "-pthread", source, *objects, "-o", staged)
+        run(cxx, *CPU_FLAGS, *more_flags, "-shared", "-pthread", source, *objects, "-ldl", "-o", staged)
         staged.replace(output / LIBRARY)
     return output / LIBRARY
 
