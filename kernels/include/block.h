@@ -13,34 +13,63 @@ struct Segment {
 
 MT_DEVICE uint32_t first_element() { return lane() * kElements; }
 
+#if defined(MT_GPU)
+
 template <class T>
 MT_DEVICE bool is_aligned(const T* address) {
-#if defined(MT_GPU)
     return (uint64_t(address) & 15u) == 0;
-#else
-    (void)address;
-    return true;  // enough for a CPU
-#endif
 }
 
-// 16 bytes at a time on a GPU, where both addresses must be aligned.
+// 16 bytes at a time: both addresses must be aligned.
 MT_DEVICE void copy(void* to, const void* from, uint32_t bytes) {
 #if defined(__CUDACC__)
     MT_UNROLL for (uint32_t i = 0; i < bytes / 16; i++) static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
-#elif defined(MT_GPU)
-    __builtin_memcpy(__builtin_assume_aligned(to, 16), __builtin_assume_aligned(from, 16), bytes);
 #else
-    __builtin_memcpy(to, from, bytes);
+    __builtin_memcpy(__builtin_assume_aligned(to, 16), __builtin_assume_aligned(from, 16), bytes);
 #endif
 }
+
+template <class T>
+MT_DEVICE void load_all(const T* x, float (&values)[kElements]) {
+    alignas(16) T raw[kElements];
+    copy(raw, x, sizeof raw);
+    MT_UNROLL for (uint32_t i = 0; i < kElements; i++) values[i] = to_float(raw[i]);
+}
+
+template <class T>
+MT_DEVICE void store_all(T* x, const float (&values)[kElements]) {
+    alignas(16) T raw[kElements];
+    MT_UNROLL for (uint32_t i = 0; i < kElements; i++) from_float(values[i], raw[i]);
+    copy(x, raw, sizeof raw);
+}
+
+#else
+
+template <class T>
+MT_DEVICE bool is_aligned(const T*) {
+    return true;  // enough for a CPU
+}
+
+template <class T>
+MT_DEVICE void load_all(const T* x, float (&values)[kElements]) {
+    // 16 blocks ahead: a block takes so many instructions that the processor itself does not look beyond it.
+    const uintptr_t ahead = uintptr_t(x) + 16 * kBlock * sizeof(T);
+    for (uint32_t i = 0; i < kBlock * sizeof(T); i += 64) __builtin_prefetch(reinterpret_cast<const void*>(ahead + i));
+    for (uint32_t i = 0; i < kElements; i++) values[i] = to_float(x[i]);
+}
+
+template <class T>
+MT_DEVICE void store_all(T* x, const float (&values)[kElements]) {
+    for (uint32_t i = 0; i < kElements; i++) from_float(values[i], x[i]);
+}
+
+#endif
 
 // The lane's elements of a block at `x`, of which `count` exist (any number); the others are zero.
 template <class T>
 MT_DEVICE void load(const T* x, uint64_t count, float (&values)[kElements]) {
     if (count >= kBlock && is_aligned(x)) {
-        alignas(16) T raw[kElements];
-        copy(raw, x + first_element(), sizeof raw);
-        MT_UNROLL for (uint32_t i = 0; i < kElements; i++) values[i] = to_float(raw[i]);
+        load_all(x + first_element(), values);
     } else {
         MT_UNROLL for (uint32_t i = 0; i < kElements; i++) {
             const uint32_t at = first_element() + i;
@@ -52,9 +81,7 @@ MT_DEVICE void load(const T* x, uint64_t count, float (&values)[kElements]) {
 template <class T>
 MT_DEVICE void store(T* x, uint64_t count, const float (&values)[kElements]) {
     if (count >= kBlock && is_aligned(x)) {
-        alignas(16) T raw[kElements];
-        MT_UNROLL for (uint32_t i = 0; i < kElements; i++) from_float(values[i], raw[i]);
-        copy(x + first_element(), raw, sizeof raw);
+        store_all(x + first_element(), values);
     } else {
         MT_UNROLL for (uint32_t i = 0; i < kElements; i++) {
             const uint32_t at = first_element() + i;
@@ -137,7 +164,7 @@ MT_DEVICE Codes load_codes(const uint8_t* from) {
     return Codes{{words[0], words[1], words[2], words[3]}};
 #else
     Codes codes;
-    __builtin_memcpy(&codes, from, kElements);
+    for (uint32_t i = 0; i < kElements; i++) codes.bytes[i] = from[i];
     return codes;
 #endif
 }
@@ -154,7 +181,7 @@ MT_DEVICE void store_codes(uint8_t* to, const Codes& codes) {
     const CodeWords words = {codes.words[0], codes.words[1], codes.words[2], codes.words[3]};
     *reinterpret_cast<CodeWords*>(to + first_element()) = words;
 #else
-    __builtin_memcpy(to, &codes, kElements);
+    for (uint32_t i = 0; i < kElements; i++) to[i] = codes.bytes[i];
 #endif
 }
 
