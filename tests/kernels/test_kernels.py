@@ -6,6 +6,8 @@ threads: in the flavours of both AMD architectures, so that their wires are the 
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -220,3 +222,29 @@ def test_the_number_of_threads_changes_nothing(library, format, threads):
         compare(library, 5, format, spread, 1 << 19, 7)
     finally:
         torch.set_num_threads(before)
+
+
+WITHOUT_TORCH = """
+import ctypes, pathlib, struct, sys
+_, library, kernel, folder, numel, blocks, stride = sys.argv
+numel, blocks, stride = int(numel), int(blocks), int(stride)
+x = ctypes.create_string_buffer(pathlib.Path(folder, "x").read_bytes())
+wire = ctypes.create_string_buffer(stride)
+operation = struct.pack("PPQQIII", ctypes.addressof(x), ctypes.addressof(wire), numel, numel, blocks, UE8M0, blocks)
+library = ctypes.CDLL(library)
+library.mt_launch(ctypes.cast(library[kernel], ctypes.c_void_p), operation, blocks, 3)
+pathlib.Path(folder, "wire").write_bytes(wire.raw)
+assert "torch" not in sys.modules and "libgomp" not in pathlib.Path("/proc/self/maps").read_text()
+"""
+
+
+@pytest.mark.parametrize("variant", CPU_VARIANTS)
+def test_threads_without_torch(cpu_variants, format, variant, tmp_path):
+    """Where there is no OpenMP to lend its own."""
+    x = spread(1 << 19, seed=8)
+    wire = cpu_variants[variant].quantize_pack(x, 1, format)
+    (tmp_path / "x").write_bytes(x.numpy().tobytes())
+    script = WITHOUT_TORCH.replace("UE8M0", str(int(format.scale == "ue8m0")))
+    arguments = (cpu.LIBRARY, f"{variant}_quantize_pack_f32_{format.element}", tmp_path, x.numel(), x.numel() // BLOCK)
+    subprocess.run([sys.executable, "-c", script, *map(str, arguments), str(wire.numel())], check=True)
+    assert (tmp_path / "wire").read_bytes() == wire.numpy().tobytes()
