@@ -1,16 +1,18 @@
-"""Builds the CPU library of the FP8 kernels into the package. Everything else is in pyproject.toml.
+"""Builds the FP8 kernels into the package: the CPU library, and a wheel's code objects. All else is in pyproject.toml.
 
 Built here and not on first use, so that nobody who installs a wheel needs a compiler, and no process of a job waits
 for one. It takes a C++ compiler and seconds, and no torch: neither setuptools' own C++ extensions nor torch's fit a
 library that is loaded by ctypes and knows neither Python nor torch, so one wheel serves every version of both.
 
-Without a compiler the package still builds, says so, and its FP8 operations run in plain torch.
+Without a compiler the package still builds and says what it lacks: without one for CPUs, FP8 operations run in plain
+torch there; without one for some GPUs, they are refused on these.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -40,13 +42,17 @@ def has_compiler() -> bool:
 
 
 class BuildKernels(Command):
-    """Puts the library beside the modules: into the build folder, or into the checkout for an editable install."""
+    """Puts them beside the modules: into the build folder, or into the checkout for an editable install.
+
+    There only the CPU library, which takes seconds: one works on a GPU's kernels with kernels/build.py.
+    """
 
     user_options = ()
     editable_mode = False
 
     def initialize_options(self) -> None:
         self.build_lib = None
+        self.built: list[Path] = []
 
     def finalize_options(self) -> None:
         self.set_undefined_options("build", ("build_lib", "build_lib"))
@@ -56,13 +62,15 @@ class BuildKernels(Command):
         return Path("" if self.editable_mode else self.build_lib) / "monarch_titan" / "float8" / "lib"
 
     def run(self) -> None:
-        try:
-            kernels.build_cpu(self.folder)
-        except kernels.NoCompiler as error:
-            logging.warning("FP8 operations will run in plain torch, many times slower: %s", error)
+        gpus = () if self.editable_mode else kernels.ARCHITECTURES
+        for make in (kernels.build_cpu, *(partial(kernels.build_gpu, arch) for arch in gpus)):
+            try:
+                self.built += make(self.folder)
+            except kernels.NoCompiler as error:
+                logging.warning("The package will lack FP8 kernels: %s", error)
 
     def get_outputs(self) -> list[str]:
-        return [str(self.folder / kernels.LIBRARY)] if has_compiler() else []
+        return [str(path) for path in self.built]
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}

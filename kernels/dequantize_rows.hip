@@ -2,9 +2,10 @@
 //
 // In:    rows, uint8 [rows, columns + columns / 32].
 // Out:   out, f32 or bf16 [rows, columns].
-// Lanes: 8 a block, 16 elements each; 32 blocks a workgroup. Codes are read 4 bytes at a time unless the row happens to
-//        start at 16.
+// Lanes: 8 a block, 16 elements each; 32 blocks a workgroup. Rows start at multiples of 4 bytes, which is enough for
+//        accesses of 16.
 // Bytes: an element: 5.03 to f32, 3.03 to bf16.
+// VGPRs: at most 64, for 8 waves a SIMD; no scratch, no spills.
 // Share of the limit: CPU in README.md; GPU not measured.
 #include "block.h"
 

@@ -4,6 +4,7 @@
 // Out:   out, uint8 [stride]: the sum of reduce_segments, quantized as by quantize_pack.
 // Lanes: 8 a block, 16 elements each, in registers throughout; 32 blocks a workgroup.
 // Bytes: an element, with fp32 scales: 1.031 a rank + 1.031.
+// VGPRs: at most 64, for 8 waves a SIMD; no scratch, no spills.
 // Share of the limit: CPU in README.md; GPU not measured.
 #include "block.h"
 

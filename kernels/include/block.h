@@ -13,41 +13,63 @@ struct Segment {
 
 MT_DEVICE uint32_t first_element() { return lane() * kElements; }
 
+#if defined(MT_GPU)
+
 template <class T>
 MT_DEVICE bool is_aligned(const T* address) {
-#if defined(__HIP__)
     return (uint64_t(address) & 15u) == 0;
-#else
-    (void)address;
-    return true;  // enough for a CPU
-#endif
 }
 
-// 16 bytes at a time on a GPU, where both addresses must be aligned.
+// 16 bytes at a time: both addresses must be aligned.
 MT_DEVICE void copy(void* to, const void* from, uint32_t bytes) {
-#if defined(__HIP__)
-    __builtin_memcpy(__builtin_assume_aligned(to, 16), __builtin_assume_aligned(from, 16), bytes);
+#if defined(__CUDACC__)
+    MT_UNROLL for (uint32_t i = 0; i < bytes / 16; i++) static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
 #else
-    __builtin_memcpy(to, from, bytes);
+    __builtin_memcpy(__builtin_assume_aligned(to, 16), __builtin_assume_aligned(from, 16), bytes);
 #endif
 }
 
-// 4 bytes at a time on a GPU.
-MT_DEVICE void copy_words(void* to, const void* from, uint32_t bytes) {
-#if defined(__HIP__)
-    __builtin_memcpy(__builtin_assume_aligned(to, 4), __builtin_assume_aligned(from, 4), bytes);
-#else
-    __builtin_memcpy(to, from, bytes);
-#endif
+template <class T>
+MT_DEVICE void load_all(const T* x, float (&values)[kElements]) {
+    alignas(16) T raw[kElements];
+    copy(raw, x, sizeof raw);
+    MT_UNROLL for (uint32_t i = 0; i < kElements; i++) values[i] = to_float(raw[i]);
 }
+
+template <class T>
+MT_DEVICE void store_all(T* x, const float (&values)[kElements]) {
+    alignas(16) T raw[kElements];
+    MT_UNROLL for (uint32_t i = 0; i < kElements; i++) from_float(values[i], raw[i]);
+    copy(x, raw, sizeof raw);
+}
+
+#else
+
+template <class T>
+MT_DEVICE bool is_aligned(const T*) {
+    return true;  // enough for a CPU
+}
+
+template <class T>
+MT_DEVICE void load_all(const T* x, float (&values)[kElements]) {
+    // 16 blocks ahead: a block takes so many instructions that the processor itself does not look beyond it.
+    const uintptr_t ahead = uintptr_t(x) + 16 * kBlock * sizeof(T);
+    for (uint32_t i = 0; i < kBlock * sizeof(T); i += 64) __builtin_prefetch(reinterpret_cast<const void*>(ahead + i));
+    for (uint32_t i = 0; i < kElements; i++) values[i] = to_float(x[i]);
+}
+
+template <class T>
+MT_DEVICE void store_all(T* x, const float (&values)[kElements]) {
+    for (uint32_t i = 0; i < kElements; i++) from_float(values[i], x[i]);
+}
+
+#endif
 
 // The lane's elements of a block at `x`, of which `count` exist (any number); the others are zero.
 template <class T>
 MT_DEVICE void load(const T* x, uint64_t count, float (&values)[kElements]) {
     if (count >= kBlock && is_aligned(x)) {
-        alignas(16) T raw[kElements];
-        copy(raw, x + first_element(), sizeof raw);
-        MT_UNROLL for (uint32_t i = 0; i < kElements; i++) values[i] = to_float(raw[i]);
+        load_all(x + first_element(), values);
     } else {
         MT_UNROLL for (uint32_t i = 0; i < kElements; i++) {
             const uint32_t at = first_element() + i;
@@ -59,9 +81,7 @@ MT_DEVICE void load(const T* x, uint64_t count, float (&values)[kElements]) {
 template <class T>
 MT_DEVICE void store(T* x, uint64_t count, const float (&values)[kElements]) {
     if (count >= kBlock && is_aligned(x)) {
-        alignas(16) T raw[kElements];
-        MT_UNROLL for (uint32_t i = 0; i < kElements; i++) from_float(values[i], raw[i]);
-        copy(x + first_element(), raw, sizeof raw);
+        store_all(x + first_element(), values);
     } else {
         MT_UNROLL for (uint32_t i = 0; i < kElements; i++) {
             const uint32_t at = first_element() + i;
@@ -103,38 +123,66 @@ MT_DEVICE void dequantize(const Codes& codes, float scale, float (&values)[kElem
     decode<E>(codes, scale * kDecode, values);
 }
 
+// On a GPU an fp32 scale lies at a multiple of 4 bytes, as segments and rows start there. nvcc must be told.
+template <class T>
+MT_DEVICE T* as_word(T* address) {
+#if defined(MT_GPU)
+    return static_cast<T*>(__builtin_assume_aligned(address, 4));
+#else
+    return address;
+#endif
+}
+
 MT_DEVICE void write_scale(uint8_t* scales, uint32_t block, bool ue8m0, float scale) {
     if (ue8m0) {
         scales[block] = is_nan(scale) ? uint8_t(0xff) : uint8_t(bit_cast<uint32_t>(scale) >> 23);
     } else {
-        __builtin_memcpy(scales + uint64_t(block) * 4, &scale, 4);
+        __builtin_memcpy(as_word(scales + uint64_t(block) * 4), &scale, 4);
     }
 }
 
 MT_DEVICE float read_scale(const uint8_t* scales, uint32_t block, bool ue8m0) {
     if (ue8m0) return bit_cast<float>(scales[block] == 0xff ? 0x7fc00000u : uint32_t(scales[block]) << 23);
     float scale;
-    __builtin_memcpy(&scale, scales + uint64_t(block) * 4, 4);
+    __builtin_memcpy(&scale, as_word(scales + uint64_t(block) * 4), 4);
     return scale;
 }
 
-// The lane's codes of the block whose codes start at `from`, which on a GPU is a multiple of 4.
+#if defined(MT_GPU) && !defined(__CUDACC__)
+// 16 bytes in one access, for which AMD's hardware wants no more than 4 bytes of alignment: rows have no more.
+typedef uint32_t CodeWords __attribute__((vector_size(16), aligned(4), may_alias));
+#endif
+
+// The lane's codes of the block whose codes start at `from`.
 MT_DEVICE Codes load_codes(const uint8_t* from) {
+#if defined(__CUDACC__)
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(from + first_element());
+    if (is_aligned(from)) return *reinterpret_cast<const Codes*>(words);
+    return Codes{{words[0], words[1], words[2], words[3]}};  // of a row
+#elif defined(MT_GPU)
+    const CodeWords words = *reinterpret_cast<const CodeWords*>(from + first_element());
+    return Codes{{words[0], words[1], words[2], words[3]}};
+#else
     Codes codes;
-    if (is_aligned(from)) {
-        copy(&codes, from + first_element(), kElements);
-    } else {
-        copy_words(&codes, from + first_element(), kElements);
-    }
+    for (uint32_t i = 0; i < kElements; i++) codes.bytes[i] = from[i];
     return codes;
+#endif
 }
 
 MT_DEVICE void store_codes(uint8_t* to, const Codes& codes) {
+#if defined(__CUDACC__)
+    uint32_t* words = reinterpret_cast<uint32_t*>(to + first_element());
     if (is_aligned(to)) {
-        copy(to + first_element(), &codes, kElements);
+        *reinterpret_cast<Codes*>(words) = codes;
     } else {
-        copy_words(to + first_element(), &codes, kElements);
+        MT_UNROLL for (uint32_t i = 0; i < kElements / 4; i++) words[i] = codes.words[i];
     }
+#elif defined(MT_GPU)
+    const CodeWords words = {codes.words[0], codes.words[1], codes.words[2], codes.words[3]};
+    *reinterpret_cast<CodeWords*>(to + first_element()) = words;
+#else
+    for (uint32_t i = 0; i < kElements; i++) to[i] = codes.bytes[i];
+#endif
 }
 
 // Writes one block of a segment, and after the last one the zeros. On a GPU segments start at multiples of 4 bytes.

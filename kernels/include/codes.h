@@ -1,11 +1,11 @@
 // fp32 and bf16 to FP8 codes and back, a lane's elements at a time.
 //
-// Codes are OCP's on every device. gfx942 converts in the FNUZ flavour, where every code means half as much, so there
-// the caller multiplies by kEncode before and kDecode after, both folded into the block's scale.
+// Codes are OCP's on every device. gfx942 converts in the FNUZ flavour (MT_FNUZ), where every code means half as much,
+// so there the caller multiplies by kEncode before and kDecode after, both folded into the block's scale.
 #pragma once
 #include "target.h"
 
-#if defined(__gfx942__)
+#if defined(MT_FNUZ)
 constexpr float kEncode = 0.5f, kDecode = 2.0f;
 #else
 constexpr float kEncode = 1.0f, kDecode = 1.0f;
@@ -32,12 +32,12 @@ MT_DEVICE void from_float(float value, float& out) { out = value; }
 MT_DEVICE void from_float(float value, Bf16& out) {
     const uint32_t bits = bit_cast<uint32_t>(value);
     const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;  // to nearest, ties to even
-    out.bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    out.bits = uint16_t(int(bits & 0x7fffffffu) > 0x7f800000 ? 0x7fc0u : rounded);
 }
 
 // A lane's codes: words for the GPU's conversion instructions, bytes for the CPU's vectors.
 struct alignas(16) Codes {
-#if defined(__HIP__)
+#if defined(MT_GPU)
     uint32_t words[kElements / 4];
 #else
     uint8_t bytes[kElements];
@@ -63,9 +63,55 @@ MT_DEVICE auto decode2(E5M2, uint32_t word) {
     return __builtin_amdgcn_cvt_pk_f32_bf8(int(word), high);
 }
 
+#elif defined(__CUDACC__)
+
+struct Pair {
+    float low, high;
+    MT_METHOD float operator[](int index) const { return index ? high : low; }
+};
+
+// The instructions take and give the upper half first. Out of half precision no value is rounded.
+#define MT_CONVERSIONS(E, TYPE)                                                                                \
+    MT_DEVICE uint32_t encode4(E, float a, float b, float c, float d) {                                        \
+        uint16_t low, high;                                                                                    \
+        asm("cvt.rn.satfinite." TYPE "x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));                       \
+        asm("cvt.rn.satfinite." TYPE "x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));                      \
+        return uint32_t(high) << 16 | low;                                                                     \
+    }                                                                                                          \
+    template <bool high>                                                                                       \
+    MT_DEVICE Pair decode2(E, uint32_t word) {                                                                 \
+        Pair pair;                                                                                             \
+        asm("{.reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2." TYPE "x2 both, %2; mov.b32 {low, high}, both;" \
+            "cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"                                                      \
+            : "=f"(pair.low), "=f"(pair.high)                                                                  \
+            : "h"(uint16_t(high ? word >> 16 : word)));                                                        \
+        return pair;                                                                                           \
+    }
+MT_CONVERSIONS(E4M3, "e4m3")
+MT_CONVERSIONS(E5M2, "e5m2")
+#undef MT_CONVERSIONS
+
+#elif defined(MT_FIBERS)
+
+// What AMD's instructions do.
+MT_DEVICE uint32_t encode4(E4M3, float a, float b, float c, float d) { return conversions::encode4<3>(a, b, c, d); }
+MT_DEVICE uint32_t encode4(E5M2, float a, float b, float c, float d) { return conversions::encode4<2>(a, b, c, d); }
+template <bool high>
+MT_DEVICE conversions::Pair decode2(E4M3, uint32_t word) {
+    return conversions::decode2<3>(high ? word >> 16 : word);
+}
+template <bool high>
+MT_DEVICE conversions::Pair decode2(E5M2, uint32_t word) {
+    return conversions::decode2<2>(high ? word >> 16 : word);
+}
+
+#endif
+
+#if defined(MT_GPU)
+
 // Four codes of OCP without the sign of zeros; FNUZ has no negative zero to begin with.
 MT_DEVICE uint32_t canonical(uint32_t word) {
-#if defined(__gfx942__)
+#if defined(MT_FNUZ)
     return word;
 #else
     const uint32_t not_zero = (word & 0x7f7f7f7fu) + 0x7f7f7f7fu;  // bit 7 of each byte; no byte carries into the next
@@ -97,46 +143,93 @@ MT_DEVICE void decode(const Codes& codes, float scale, float (&values)[kElements
     }
 }
 
-#elif !defined(__HIP__)
+#else
 
-// Without branches, for the vectorizer: the two cases of a normal and a subnormal code are both computed.
+// For the vectorizer: no branches, no comparisons of one width that choose values of another.
+
+// A code is its binade's first code and a count of steps, of which a binade has 2^mantissa; the lowest binade goes on
+// down to zero. Adding 2^dropped binades above a value makes the sum's own step that of the codes: it rounds, ties to
+// even, and its low bits count the steps, from `magic` up or, for negative values, down.
 template <class E>
-MT_DEVICE uint32_t encode1(float value) {
-    constexpr int dropped = 23 - E::mantissa;
-    constexpr uint32_t rebias = 127 - E::bias;
-    constexpr uint32_t smallest_normal = (rebias + 1) << 23;
-    // Where fp32's own step is the step of subnormal codes, so that an addition rounds to it.
-    constexpr uint32_t magic_bits = uint32_t(127 + 1 - E::bias - E::mantissa + 23) << 23;
-    const uint32_t bits = bit_cast<uint32_t>(value), size = bits & 0x7fffffffu;
-    const uint32_t rounded = size + ((1u << (dropped - 1)) - 1u) + (size >> dropped & 1u);
-    const uint32_t normal = (rounded >> dropped) - (rebias << E::mantissa);
-    const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(size) + bit_cast<float>(magic_bits)) - magic_bits;
-    const uint32_t code = size < smallest_normal ? subnormal : normal;
-    return code == 0 ? 0u : code | (bits >> 24 & 0x80u);
-}
+struct Rounding {
+    static constexpr int32_t dropped = 23 - E::mantissa;
+    static constexpr int32_t lowest = (127 - E::bias + 1) << 23;
+    static constexpr int32_t magic = (dropped << 23) + (1 << 22);
+};
 
-template <class E>
-MT_DEVICE float decode1(uint32_t code) {
-    constexpr uint32_t rebias = 127 - E::bias;
-    const uint32_t size = code & 0x7fu;
-    const bool subnormal = size < (1u << E::mantissa);
-    // A subnormal is read with the implicit one that it lacks, which is then taken away.
-    const float read = bit_cast<float>((size << (23 - E::mantissa)) + ((rebias + (subnormal ? 1u : 0u)) << 23));
-    const float value = read - (subnormal ? bit_cast<float>((rebias + 1u) << 23) : 0.0f);
-    return bit_cast<float>(bit_cast<uint32_t>(value) | (code & 0x80u) << 24);
-}
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include <immintrin.h>
 
+// The loops below in instructions, 32 codes at a time, a tenth faster than compilers make them: AVX2 narrows four
+// vectors into one with one change of order at the end. AVX-512 has an instruction for it, which they use.
 template <class E>
 MT_DEVICE Codes encode(const float (&values)[kElements], float inverse, bool keep) {
+    typedef Rounding<E> R;
     Codes codes;
-    const uint32_t mask = keep ? 0xffu : 0u;
-    for (uint32_t i = 0; i < kElements; i++) codes.bytes[i] = uint8_t(encode1<E>(values[i] * inverse) & mask);
+    for (uint32_t i = 0; i < kElements; i += 32) {
+        __m256i steps[4], binades[4];
+        MT_UNROLL for (uint32_t j = 0; j < 4; j++) {
+            const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(values + i + 8 * j), _mm256_set1_ps(inverse));
+            const __m256i exponent = _mm256_and_si256(_mm256_castps_si256(scaled), _mm256_set1_epi32(0x7f800000));
+            const __m256i binade = _mm256_max_epi32(exponent, _mm256_set1_epi32(R::lowest));
+            const __m256i magic = _mm256_add_epi32(binade, _mm256_set1_epi32(R::magic));
+            const __m256 sum = _mm256_add_ps(scaled, _mm256_castsi256_ps(magic));
+            steps[j] = _mm256_sub_epi32(_mm256_castps_si256(sum), magic);
+            binades[j] = _mm256_srli_epi32(binade, R::dropped);
+        }
+        const __m256i step = _mm256_packs_epi16(_mm256_packs_epi32(steps[0], steps[1]),
+                                                _mm256_packs_epi32(steps[2], steps[3]));
+        const __m256i lowest = _mm256_set1_epi16(R::lowest >> R::dropped);
+        const __m256i binade = _mm256_packus_epi16(
+            _mm256_sub_epi16(_mm256_packus_epi32(binades[0], binades[1]), lowest),
+            _mm256_sub_epi16(_mm256_packus_epi32(binades[2], binades[3]), lowest));
+        const __m256i size = _mm256_add_epi8(_mm256_abs_epi8(step), binade);
+        const __m256i code = _mm256_or_si256(size, _mm256_and_si256(step, _mm256_set1_epi8(char(0x80))));
+        const __m256i kept = _mm256_and_si256(code, _mm256_set1_epi8(keep ? char(0xff) : 0));
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes.bytes + i), _mm256_permutevar8x32_epi32(kept, order));
+    }
     return codes;
 }
 
+#else
+
+template <class E>
+MT_DEVICE Codes encode(const float (&values)[kElements], float inverse, bool keep) {
+    typedef Rounding<E> R;
+    Codes codes;
+    int8_t steps[kElements];
+    for (uint32_t i = 0; i < kElements; i++) {
+        const float scaled = values[i] * inverse;
+        const int32_t exponent = int32_t(bit_cast<uint32_t>(scaled) & 0x7f800000u);
+        const int32_t binade = exponent > R::lowest ? exponent : R::lowest;
+        const uint32_t magic = uint32_t(binade) + uint32_t(R::magic);  // may overflow for what is not kept
+        steps[i] = int8_t(bit_cast<uint32_t>(scaled + bit_cast<float>(magic)) - magic);
+        codes.bytes[i] = uint8_t((binade - R::lowest) >> R::dropped);
+    }
+    const uint8_t mask = keep ? 0xff : 0;
+    for (uint32_t i = 0; i < kElements; i++) {
+        const uint8_t size = uint8_t(codes.bytes[i] + uint8_t(steps[i] < 0 ? -steps[i] : steps[i]));
+        codes.bytes[i] = uint8_t((size | (steps[i] & 0x80)) & mask);
+    }
+    return codes;
+}
+
+#endif
+
 template <class E>
 MT_DEVICE void decode(const Codes& codes, float scale, float (&values)[kElements]) {
-    for (uint32_t i = 0; i < kElements; i++) values[i] = decode1<E>(codes.bytes[i]) * scale;
+    constexpr uint32_t rebias = 127 - E::bias;
+    for (uint32_t i = 0; i < kElements; i++) {
+        const uint32_t code = uint32_t(int8_t(codes.bytes[i]));
+        const uint32_t size = code << (23 - E::mantissa) & (0x7fu << (23 - E::mantissa));
+        // Right for a normal code, too large for a subnormal one, which has no implicit one; and the other way round.
+        const int32_t normal = int32_t(size + (rebias << 23));
+        const int32_t subnormal =
+            bit_cast<int32_t>(bit_cast<float>(size + ((rebias + 1) << 23)) - bit_cast<float>((rebias + 1) << 23));
+        const int32_t value = normal < subnormal ? normal : subnormal;  // as floats: neither is negative
+        values[i] = bit_cast<float>(uint32_t(value) | (code & 0x80000000u)) * scale;
+    }
 }
 
 #endif

@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from monarch_titan.float8 import cpu, reference
-from monarch_titan.float8.format import BLOCK, Format, Layout, flat_numel
+from monarch_titan.float8 import checks, cpu, reference
+from monarch_titan.float8.format import Layout
+from monarch_titan.float8.launcher import Launcher
 
 logger = logging.getLogger(__name__)
 
-FLOATS = (torch.float32, torch.bfloat16)
-
 
 @functools.cache
-def implementation() -> Any:
-    """The library for this CPU, or the reference where the package was built without a compiler."""
+def implementation(device: torch.device) -> Any:
+    """The kernels on a device, or for a CPU the reference, where the package was built without a compiler."""
+    if device.type == "cuda":
+        launcher = Launcher.on(device)
+        logger.info("FP8 operations on %s run the kernels for %s.", device, launcher.architecture)
+        return launcher
     if not cpu.LIBRARY.exists():
         logger.warning(
             "FP8 operations run in plain torch, many times slower: %s does not exist, because no C++ compiler was "
@@ -35,8 +38,13 @@ def implementation() -> Any:
         )
         return reference
     library = cpu.Library()
-    logger.info("FP8 operations run in the CPU library, variant %s.", library.variant)
+    logger.info("FP8 operations on the CPU run the kernels for %s.", library.variant)
     return library
+
+
+def kernels(**tensors: torch.Tensor) -> Any:
+    """The implementation on the one device of these arguments."""
+    return implementation(checks.check_devices(tensors) if tensors else torch.device("cpu"))
 
 
 @torch.library.custom_op("monarch_titan::quantize_pack", mutates_args=())
@@ -45,19 +53,13 @@ def quantize_pack(x: torch.Tensor, segments: int = 1, element: str = "e4m3", sca
 
     Segment w holds the elements from ``w * ceil(numel / segments)`` on, so rows of a matrix become segments.
     """
-    check_device("x", x)
-    return implementation().quantize_pack(x.contiguous(), segments, quantize_pack_format(x, segments, element, scale))
-
-
-def quantize_pack_format(x: torch.Tensor, segments: int, element: str, scale: str) -> Format:
-    check_dtype("x", x, FLOATS)
-    check_segments(segments)
-    return Format(element=element, scale=scale)
+    format = checks.quantize_pack(x, segments, element, scale)
+    return kernels(x=x).quantize_pack(x.contiguous(), segments, format)
 
 
 @quantize_pack.register_fake
 def _(x: torch.Tensor, segments: int = 1, element: str = "e4m3", scale: str = "fp32") -> torch.Tensor:
-    format = quantize_pack_format(x, segments, element, scale)
+    format = checks.quantize_pack(x, segments, element, scale)
     return empty_wire(x, Layout(format=format, numel=x.numel(), segments=segments))
 
 
@@ -70,26 +72,17 @@ def quantize_pack_ef(
     Args:
         residual: float32, of the shape of ``x``; zeros before the first round. 0 in blocks that are not finite.
     """
-    format = quantize_pack_ef_format(x, residual, segments, element, scale)
-    check_device("x", x)
-    check_device("residual", residual)
+    format = checks.quantize_pack_ef(x, residual, segments, element, scale)
     kept = residual.contiguous()
-    wire = implementation().quantize_pack_ef(x.contiguous(), kept, segments, format)
+    wire = kernels(x=x, residual=residual).quantize_pack_ef(x.contiguous(), kept, segments, format)
     return written_back(residual, kept, wire)
-
-
-def quantize_pack_ef_format(x: torch.Tensor, residual: torch.Tensor, segments: int, element: str, scale: str) -> Format:
-    check_dtype("residual", residual, FLOATS[:1])
-    if residual.shape != x.shape:
-        raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}.")
-    return quantize_pack_format(x, segments, element, scale)
 
 
 @quantize_pack_ef.register_fake
 def _(
     x: torch.Tensor, residual: torch.Tensor, segments: int = 1, element: str = "e4m3", scale: str = "fp32"
 ) -> torch.Tensor:
-    format = quantize_pack_ef_format(x, residual, segments, element, scale)
+    format = checks.quantize_pack_ef(x, residual, segments, element, scale)
     return empty_wire(x, Layout(format=format, numel=x.numel(), segments=segments))
 
 
@@ -111,43 +104,15 @@ def pseudograd_pack(
     Each parameter starts a block of its own: ``format.offsets`` says where it lies in what :func:`unpack` returns for
     ``format.flat_numel`` elements.
     """
-    layout = pseudograd_layout(global_params, local_params, residual, segments, element, scale)
-    for name, tensors in (("global_params", global_params), ("local_params", local_params)):
-        for index, tensor in enumerate(tensors):
-            check_device(f"{name}[{index}]", tensor)
+    layout = checks.pseudograd_pack(global_params, local_params, residual, segments, element, scale)
+    tensors = {f"global_params[{index}]": tensor for index, tensor in enumerate(global_params)}
+    tensors |= {f"local_params[{index}]": tensor for index, tensor in enumerate(local_params)}
     pairs = [tensor.contiguous() for tensor in global_params], [tensor.contiguous() for tensor in local_params]
     if residual is None:
-        return implementation().pseudograd_pack(*pairs, None, segments, layout.format)
-    check_device("residual", residual)
+        return kernels(**tensors).pseudograd_pack(*pairs, None, segments, layout.format)
     kept = residual.contiguous()
-    return written_back(residual, kept, implementation().pseudograd_pack(*pairs, kept, segments, layout.format))
-
-
-def pseudograd_layout(
-    global_params: Sequence[torch.Tensor],
-    local_params: Sequence[torch.Tensor],
-    residual: torch.Tensor | None,
-    segments: int,
-    element: str,
-    scale: str,
-) -> Layout:
-    check_segments(segments)
-    if len(global_params) != len(local_params):
-        raise ValueError(
-            f"local_params must be as many as global_params, {len(global_params)}, got {len(local_params)}."
-        )
-    for index, (before, after) in enumerate(zip(global_params, local_params, strict=True)):
-        check_dtype(f"global_params[{index}]", before, FLOATS)
-        check_dtype(f"local_params[{index}]", after, (before.dtype,))
-        if before.shape != after.shape:
-            wanted = f"the shape of global_params[{index}], {tuple(before.shape)}"
-            raise ValueError(f"local_params[{index}] must have {wanted}, got {tuple(after.shape)}.")
-    numel = flat_numel([tensor.numel() for tensor in global_params], segments)
-    if residual is not None:
-        check_dtype("residual", residual, FLOATS[:1])
-        if residual.shape != (numel,):
-            raise ValueError(f"residual must have the shape ({numel},), got {tuple(residual.shape)}.")
-    return Layout(format=Format(element=element, scale=scale), numel=numel, segments=segments)
+    wire = kernels(**tensors, residual=residual).pseudograd_pack(*pairs, kept, segments, layout.format)
+    return written_back(residual, kept, wire)
 
 
 @pseudograd_pack.register_fake
@@ -159,7 +124,7 @@ def _(
     element: str = "e4m3",
     scale: str = "fp32",
 ) -> torch.Tensor:
-    layout = pseudograd_layout(global_params, local_params, residual, segments, element, scale)
+    layout = checks.pseudograd_pack(global_params, local_params, residual, segments, element, scale)
     like = global_params[0] if global_params else torch.empty(0)
     return empty_wire(like, layout)
 
@@ -167,43 +132,26 @@ def _(
 @torch.library.custom_op("monarch_titan::reduce_segments", mutates_args=())
 def reduce_segments(wire: torch.Tensor, numel: int, element: str = "e4m3", scale: str = "fp32") -> torch.Tensor:
     """The sum, float32 (numel,), of one segment from each rank, uint8 (ranks, stride), added in the order of ranks."""
-    layout = one_segment(wire, numel, element, scale)
-    check_device("wire", wire)
-    return implementation().reduce_segments(wire.contiguous(), numel, layout.format)
-
-
-def one_segment(wire: torch.Tensor, numel: int, element: str, scale: str) -> Layout:
-    layout = Layout(format=Format(element=element, scale=scale), numel=numel)
-    check_wire(wire, layout, "ranks")
-    return layout
+    layout = checks.reduce_segments(wire, numel, element, scale)
+    return kernels(wire=wire).reduce_segments(aligned(wire), numel, layout.format)
 
 
 @reduce_segments.register_fake
 def _(wire: torch.Tensor, numel: int, element: str = "e4m3", scale: str = "fp32") -> torch.Tensor:
-    one_segment(wire, numel, element, scale)
+    checks.reduce_segments(wire, numel, element, scale)
     return wire.new_empty(numel, dtype=torch.float32)
 
 
 @torch.library.custom_op("monarch_titan::reduce_requant", mutates_args=())
 def reduce_requant(wire: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> torch.Tensor:
     """The same sum as a segment again: uint8 (ranks, stride) to (stride,)."""
-    format = whole_segments(wire, element, scale)
-    check_device("wire", wire)
-    return implementation().reduce_requant(wire.contiguous(), format)
-
-
-def whole_segments(wire: torch.Tensor, element: str, scale: str) -> Format:
-    format = Format(element=element, scale=scale)
-    check_dtype("wire", wire, (torch.uint8,))
-    if wire.ndim != 2 or format.blocks(wire.shape[1]) is None:
-        wanted = f"(ranks, stride), where a stride of whole blocks of {format.block_bytes} bytes is padded to 16"
-        raise ValueError(f"wire must have the shape {wanted}, got {tuple(wire.shape)}.")
-    return format
+    format = checks.reduce_requant(wire, element, scale)
+    return kernels(wire=wire).reduce_requant(aligned(wire), format)
 
 
 @reduce_requant.register_fake
 def _(wire: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> torch.Tensor:
-    whole_segments(wire, element, scale)
+    checks.reduce_requant(wire, element, scale)
     return wire.new_empty(wire.shape[1])
 
 
@@ -212,68 +160,86 @@ def unpack(
     wire: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32, element: str = "e4m3", scale: str = "fp32"
 ) -> torch.Tensor:
     """The flat tensor, float32 or bfloat16 (numel,), of the wire buffer, uint8 (segments, stride), that holds it."""
-    layout = unpack_layout(wire, numel, dtype, element, scale)
-    check_device("wire", wire)
-    return implementation().unpack(wire.contiguous(), numel, dtype, layout.format)
-
-
-def unpack_layout(wire: torch.Tensor, numel: int, dtype: torch.dtype, element: str, scale: str) -> Layout:
-    check_output(dtype)
-    segments = wire.shape[0] if wire.ndim else 0
-    layout = Layout(format=Format(element=element, scale=scale), numel=numel, segments=max(segments, 1))
-    check_wire(wire, layout, "segments")
-    return layout
+    layout = checks.unpack(wire, numel, dtype, element, scale)
+    return kernels(wire=wire).unpack(aligned(wire), numel, dtype, layout.format)
 
 
 @unpack.register_fake
 def _(
     wire: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32, element: str = "e4m3", scale: str = "fp32"
 ) -> torch.Tensor:
-    unpack_layout(wire, numel, dtype, element, scale)
+    checks.unpack(wire, numel, dtype, element, scale)
     return wire.new_empty(numel, dtype=dtype)
+
+
+# Fresh memory costs a large tensor more than the kernels do: on a CPU the system clears every page of it first. These
+# write into what the caller keeps.
+
+
+@torch.library.custom_op("monarch_titan::quantize_pack_out", mutates_args=("out",))
+def quantize_pack_out(
+    x: torch.Tensor, out: torch.Tensor, segments: int = 1, element: str = "e4m3", scale: str = "fp32"
+) -> None:
+    """:func:`quantize_pack` into a wire buffer, uint8 (segments, stride)."""
+    format = checks.quantize_pack(x, segments, element, scale)
+    checks.check_out(out, Layout(format=format, numel=x.numel(), segments=segments).shape, (torch.uint8,))
+    write(out, kernels(x=x, out=out).quantize_pack, x.contiguous(), segments, format)
+
+
+@torch.library.custom_op("monarch_titan::reduce_segments_out", mutates_args=("out",))
+def reduce_segments_out(wire: torch.Tensor, out: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> None:
+    """:func:`reduce_segments` into a tensor of any shape, float32."""
+    checks.check_out(out, out.shape, checks.FLOATS[:1])
+    format = checks.reduce_segments(wire, out.numel(), element, scale).format
+    write(out, kernels(wire=wire, out=out).reduce_segments, aligned(wire), out.numel(), format)
+
+
+@torch.library.custom_op("monarch_titan::unpack_out", mutates_args=("out",))
+def unpack_out(wire: torch.Tensor, out: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> None:
+    """:func:`unpack` into a tensor of any shape, float32 or bfloat16."""
+    checks.check_out(out, out.shape, checks.FLOATS)
+    format = checks.unpack(wire, out.numel(), out.dtype, element, scale).format
+    write(out, kernels(wire=wire, out=out).unpack, aligned(wire), out.numel(), out.dtype, format)
+
+
+@quantize_pack_out.register_fake
+@reduce_segments_out.register_fake
+@unpack_out.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    """Nothing is returned."""
+
+
+def write(out: torch.Tensor, operation: Callable[..., torch.Tensor], *args: object) -> None:
+    """What an operation returns, into ``out``: without a copy where the operation can write there itself."""
+    if operation.__module__ == reference.__name__ or aligned(out) is not out:
+        out.copy_(operation(*args).view(out.shape))
+    else:
+        operation(*args, out=out)
 
 
 @torch.library.custom_op("monarch_titan::quantize_rows", mutates_args=())
 def quantize_rows(x: torch.Tensor, element: str = "e4m3") -> torch.Tensor:
     """Rows, uint8 (rows, columns + columns / 32), of a matrix whose columns divide by 128: codes, then fp32 scales."""
-    format = rows_format(x, element)
-    check_device("x", x)
-    return implementation().quantize_rows(x.contiguous(), format)
-
-
-def rows_format(x: torch.Tensor, element: str) -> Format:
-    check_dtype("x", x, FLOATS)
-    if x.ndim != 2 or x.shape[1] % BLOCK:
-        raise ValueError(f"x must have the shape (rows, a multiple of {BLOCK}), got {tuple(x.shape)}.")
-    return Format(element=element)
+    format = checks.quantize_rows(x, element)
+    return kernels(x=x).quantize_rows(x.contiguous(), format)
 
 
 @quantize_rows.register_fake
 def _(x: torch.Tensor, element: str = "e4m3") -> torch.Tensor:
-    rows_format(x, element)
+    checks.quantize_rows(x, element)
     return x.new_empty(x.shape[0], x.shape[1] + x.shape[1] // 32, dtype=torch.uint8)
 
 
 @torch.library.custom_op("monarch_titan::dequantize_rows", mutates_args=())
 def dequantize_rows(rows: torch.Tensor, dtype: torch.dtype = torch.bfloat16, element: str = "e4m3") -> torch.Tensor:
     """The matrix, float32 or bfloat16 (rows, columns), of the rows that :func:`quantize_rows` made."""
-    format = dequantize_rows_format(rows, dtype, element)
-    check_device("rows", rows)
-    return implementation().dequantize_rows(rows.contiguous(), dtype, format)
-
-
-def dequantize_rows_format(rows: torch.Tensor, dtype: torch.dtype, element: str) -> Format:
-    check_output(dtype)
-    check_dtype("rows", rows, (torch.uint8,))
-    row_block = BLOCK + 4
-    if rows.ndim != 2 or rows.shape[1] % row_block:
-        raise ValueError(f"rows must have the shape (rows, a multiple of {row_block}), got {tuple(rows.shape)}.")
-    return Format(element=element)
+    format = checks.dequantize_rows(rows, dtype, element)
+    return kernels(rows=rows).dequantize_rows(aligned(rows), dtype, format)
 
 
 @dequantize_rows.register_fake
 def _(rows: torch.Tensor, dtype: torch.dtype = torch.bfloat16, element: str = "e4m3") -> torch.Tensor:
-    dequantize_rows_format(rows, dtype, element)
+    checks.dequantize_rows(rows, dtype, element)
     return rows.new_empty(rows.shape[0], rows.shape[1] // 33 * 32, dtype=dtype)
 
 
@@ -281,39 +247,15 @@ def empty_wire(like: torch.Tensor, layout: Layout) -> torch.Tensor:
     return like.new_empty(layout.shape, dtype=torch.uint8)
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that is contiguous and starts at a multiple of 4 bytes, where a GPU can read words."""
+    if tensor.is_contiguous() and tensor.data_ptr() % 4 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def written_back(residual: torch.Tensor, kept: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
     """The wire, once a residual that had to be copied to be contiguous has what was written to its copy."""
     if kept.data_ptr() != residual.data_ptr() or not residual.is_contiguous():
         residual.copy_(kept)
     return wire
-
-
-def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} must be {' or '.join(map(dtype_name, dtypes))}, got {dtype_name(tensor.dtype)}.")
-
-
-def check_output(dtype: torch.dtype) -> None:
-    if dtype not in FLOATS:
-        raise ValueError(f"dtype must be {' or '.join(map(dtype_name, FLOATS))}, got {dtype_name(dtype)}.")
-
-
-def check_device(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be on the CPU, the only device with FP8 kernels yet, got {tensor.device}.")
-
-
-def check_segments(segments: int) -> None:
-    if segments < 1:
-        raise ValueError(f"segments must be at least 1, got {segments}.")
-
-
-def check_wire(wire: torch.Tensor, layout: Layout, rows: str) -> None:
-    check_dtype("wire", wire, (torch.uint8,))
-    if wire.ndim != 2 or wire.shape[0] < 1 or wire.shape[1] != layout.stride:
-        wanted = f"({rows}, {layout.stride}) for {layout.segment} elements a segment"
-        raise ValueError(f"wire must have the shape {wanted}, got {tuple(wire.shape)}.")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,28 +1,51 @@
-"""Kernel tests run what the sources say: the CPU library is built again where it is older than they are."""
+"""Kernel tests run what the sources say: what is older than they are is built again, once a session."""
 
 from __future__ import annotations
 
-import runpy
-import shutil
+import ctypes
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from monarch_titan.float8 import cpu
+from tests.kernels import builds, stand_in
 
-BUILD = Path(__file__).parents[2] / "kernels" / "build.py"
+BUILT = os.environ.get("MONARCH_TITAN_TEST_LIBRARIES")
+"""A folder with what is to be tested: test_sanitizers.py builds one and runs other tests with it."""
+
+if BUILT:
+    cpu.LIBRARY = Path(BUILT) / cpu.LIBRARY.name
 
 
 @pytest.fixture(scope="session", autouse=True)
-def built_library() -> None:
-    """Once a session, a few seconds. Without a compiler the tests of the library are skipped."""
-    build = runpy.run_path(str(BUILD))
-    newest = max(path.stat().st_mtime for path in build["sources"]())
-    if cpu.LIBRARY.exists() and cpu.LIBRARY.stat().st_mtime >= newest:
-        return
-    if shutil.which("g++") or shutil.which("clang++"):
-        build["build_cpu"](cpu.LIBRARY.parent)
+def cpu_library() -> None:
+    """A few seconds. Without a compiler the tests of the library are skipped."""
+    newest = max(path.stat().st_mtime for path in builds.BUILD["sources"]())
+    built = cpu.LIBRARY.exists() and cpu.LIBRARY.stat().st_mtime >= newest
+    if not BUILT and not built and builds.has_compiler():
+        builds.BUILD["build_cpu"](cpu.LIBRARY.parent)
+
+
+@pytest.fixture(scope="session")
+def fibers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the kernels as threads of a GPU, in both flavours."""
+    if BUILT:
+        return Path(BUILT)
+    if not builds.has_compiler():
+        pytest.skip("there is no C++ compiler to build the kernels with")
+    folder = tmp_path_factory.mktemp("fibers")
+    builds.build_fibers(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def driver_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """A stand-in for a GPU's driver."""
+    if not builds.has_compiler():
+        pytest.skip("there is no C++ compiler to build the stand-in driver with")
+    return stand_in.build_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from monarch_titan.float8 import cpu, ops, reference
+from monarch_titan.float8 import checks, cpu, ops, reference
 from monarch_titan.float8.format import Format, flat_numel, offsets
 from tests.kernels.inputs import LENGTHS, same, spread
 
@@ -63,6 +63,22 @@ def test_wires_and_rows_may_lie_anywhere():
     same(ops.quantize_rows(square.T), reference.quantize_rows(square.T.contiguous(), E4M3))
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_results_may_be_written_into_what_the_caller_has(strided):
+    def room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.ones(*shape, 2, dtype=dtype)[..., 0] if strided else torch.ones(shape, dtype=dtype)
+
+    wire = room(tuple(WIRE.shape), torch.uint8)
+    ops.quantize_pack_out(X, wire, 2)
+    same(wire.contiguous(), WIRE)
+    total = room((10, 15), torch.float32)
+    ops.reduce_segments_out(WIRE, total)
+    same(total.flatten(), reference.reduce_segments(WIRE, 150, E4M3))
+    back = room((30, 10), torch.bfloat16)
+    ops.unpack_out(WIRE, back)
+    same(back.flatten(), reference.unpack(WIRE, 300, torch.bfloat16, E4M3))
+
+
 def test_parameters_are_found_where_offsets_say():
     before = [spread(numel, seed=numel) for numel in LENGTHS]
     after = [torch.zeros(numel) for numel in LENGTHS]
@@ -80,6 +96,9 @@ CALLS = {
     "reduce_segments": (WIRE, 150),
     "reduce_requant": (WIRE,),
     "unpack": (WIRE, 300, torch.bfloat16),
+    "quantize_pack_out": (X, torch.empty_like(WIRE), 2),
+    "reduce_segments_out": (WIRE, torch.empty(10, 15)),
+    "unpack_out": (WIRE, torch.empty(30, 10, dtype=torch.bfloat16)),
     "quantize_rows": (X[:256].view(2, 128), "e5m2"),
     "dequantize_rows": (ROWS, torch.float32),
 }
@@ -91,7 +110,7 @@ def test_torch_finds_nothing_wrong(name):
     torch.library.opcheck(getattr(ops, name), CALLS[name])
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith("_out")])
 def test_shapes_are_known_without_data(name):
     def to_meta(argument):
         if isinstance(argument, list):
@@ -133,6 +152,9 @@ def test_compiles():
         (lambda: ops.unpack(WIRE[:0], 0), "wire must have the shape (segments, 0)"),
         (lambda: ops.unpack(WIRE[0], 150), "wire must have the shape (segments, "),
         (lambda: ops.unpack(WIRE, 300, torch.float16), "dtype must be float32 or bfloat16, got float16."),
+        (lambda: ops.quantize_pack_out(X, WIRE), "out must have the shape (1, 400), got (2, 272)."),
+        (lambda: ops.unpack_out(WIRE, X.half()), "out must be float32 or bfloat16, got float16."),
+        (lambda: ops.reduce_segments_out(WIRE, X.bfloat16()), "out must be float32, got bfloat16."),
         (lambda: ops.quantize_rows(X.view(3, 100)), "x must have the shape (rows, a multiple of 128), got (3, 100)."),
         (lambda: ops.dequantize_rows(ROWS[:, 1:]), "rows must have the shape (rows, a multiple of 132), got (2, 263)."),
     ],
@@ -141,6 +163,16 @@ def test_what_does_not_fit_is_named(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value).startswith(message)
+
+
+def test_all_arguments_are_on_one_device_that_has_kernels():
+    """Through an op, torch would take tensors without data for a question about shapes."""
+    nowhere = X.to("meta")
+    assert checks.check_devices({"x": X, "residual": X}) == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"^residual must be on the device of x, cpu, got meta\.$"):
+        checks.check_devices({"x": X, "residual": nowhere})
+    with pytest.raises(ValueError, match=r"^x must be on a CPU, or a GPU of CUDA or ROCm, got meta\.$"):
+        checks.check_devices({"x": nowhere, "residual": nowhere})
 
 
 def test_which_implementation_runs_is_logged_once(caplog, monkeypatch, tmp_path):

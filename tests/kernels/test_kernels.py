@@ -1,17 +1,23 @@
-"""The kernels, compiled for this CPU, give the bytes of the reference: every variant that this machine runs."""
+"""The kernels give the bytes of the reference.
+
+Compiled for this CPU: every variant that this machine runs. And compiled as they are for a GPU, with fibers for its
+threads: in the flavours of both AMD architectures, so that their wires are the same, too."""
 
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from monarch_titan.float8 import reference
-from monarch_titan.float8.cpu import LIBRARY, Library
+from monarch_titan.float8 import cpu, reference
+from monarch_titan.float8.cpu import Library
 from monarch_titan.float8.format import BLOCK, Format, flat_numel
+from tests.kernels.builds import FLAVOURS, Fibers
 from tests.kernels.inputs import FORMATS, LENGTHS, every_bf16, same, special_blocks, spread
 
 FLAGS = {"portable": set(), "avx2": {"avx2", "fma", "bmi2"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
@@ -26,11 +32,26 @@ def runs(variant: str) -> bool:
 pytestmark = pytest.mark.parametrize("format", FORMATS, ids=lambda format: f"{format.element}-{format.scale}")
 
 
-@pytest.fixture(params=[variant for variant in FLAGS if runs(variant)])
+CPU_VARIANTS = [variant for variant in FLAGS if runs(variant)]
+
+
+@pytest.fixture(params=[*CPU_VARIANTS, *(f"fibers_{flavour}" for flavour in FLAVOURS)])
 def library(request: pytest.FixtureRequest) -> Library:
-    if not LIBRARY.exists():
+    if request.param in CPU_VARIANTS:
+        return request.getfixturevalue("cpu_variants")[request.param]
+    return request.getfixturevalue("gpu_flavours")[request.param]
+
+
+@pytest.fixture(scope="module")
+def cpu_variants() -> dict[str, Library]:
+    if not cpu.LIBRARY.exists():
         pytest.skip("there is no C++ compiler to build the library with")
-    return Library(request.param)
+    return {variant: Library(variant) for variant in CPU_VARIANTS}
+
+
+@pytest.fixture(scope="module")
+def gpu_flavours(fibers_folder: Path) -> dict[str, Library]:
+    return {f"fibers_{flavour}": Fibers(fibers_folder, flavour) for flavour in FLAVOURS}
 
 
 @functools.cache
@@ -84,8 +105,9 @@ def test_every_bf16_as_it_comes(library, format):
 
 def test_every_code_is_read(library, format):
     """All codes that a wire may hold, under scales of every size; those it may not hold mean nothing."""
-    values = reference.decode(torch.arange(256).to(torch.uint8), format)
-    codes = torch.arange(256).to(torch.uint8).where(values.isfinite(), 0).view(2, BLOCK)
+    codes = torch.arange(256).to(torch.uint8)
+    held = reference.decode(codes, format).isfinite() & (codes != reference.NEGATIVE_ZERO)
+    codes = codes.where(held, 0).view(2, BLOCK)
     scales = torch.exp2(torch.arange(-126.0, 118.0))
     if format.scale == "fp32":
         scales = scales * torch.linspace(1, 1.999, len(scales))
@@ -136,6 +158,24 @@ def test_reductions(library, format, ranks, numel):
     same(library.reduce_requant(wire, format), segment)
 
 
+@pytest.mark.parametrize("ranks", range(1, 65))
+def test_every_number_of_ranks(library, format, ranks):
+    """All of an all-reduce: a segment for each rank, sums of what all sent, and the tensor of all sums."""
+    wire, totals, back = expected_all_reduce(ranks, format)
+    same(library.quantize_pack(spread(1000, seed=ranks), ranks, format), wire)
+    received = wire.repeat_interleave(2, dim=0).view(ranks, 2, -1)
+    reduced = torch.stack([library.reduce_requant(pair, format) for pair in received])
+    same(reduced, totals)
+    same(library.unpack(reduced, 1000, torch.float32, format), back)
+
+
+@functools.cache
+def expected_all_reduce(ranks: int, format: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wire = reference.quantize_pack(spread(1000, seed=ranks), ranks, format)
+    totals = torch.stack([reference.reduce_requant(torch.stack([segment, segment]), format) for segment in wire])
+    return wire, totals, reference.unpack(totals, 1000, torch.float32, format)
+
+
 def test_one_poisoned_rank_poisons_one_block_of_the_sum(library, format):
     tensors = [spread(5 * BLOCK, seed=rank) for rank in range(4)]
     tensors[2][3 * BLOCK + 17] = torch.inf
@@ -173,6 +213,7 @@ def test_rows(library, format, dtype, shape):
     )
 
 
+@pytest.mark.parametrize("library", CPU_VARIANTS, indirect=True)
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_the_number_of_threads_changes_nothing(library, format, threads):
     before = torch.get_num_threads()
@@ -181,3 +222,29 @@ def test_the_number_of_threads_changes_nothing(library, format, threads):
         compare(library, 5, format, spread, 1 << 19, 7)
     finally:
         torch.set_num_threads(before)
+
+
+WITHOUT_TORCH = """
+import ctypes, pathlib, struct, sys
+_, library, kernel, folder, numel, blocks, stride = sys.argv
+numel, blocks, stride = int(numel), int(blocks), int(stride)
+x = ctypes.create_string_buffer(pathlib.Path(folder, "x").read_bytes())
+wire = ctypes.create_string_buffer(stride)
+operation = struct.pack("PPQQIII", ctypes.addressof(x), ctypes.addressof(wire), numel, numel, blocks, UE8M0, blocks)
+library = ctypes.CDLL(library)
+library.mt_launch(ctypes.cast(library[kernel], ctypes.c_void_p), operation, blocks, 3)
+pathlib.Path(folder, "wire").write_bytes(wire.raw)
+assert "torch" not in sys.modules and "libgomp" not in pathlib.Path("/proc/self/maps").read_text()
+"""
+
+
+@pytest.mark.parametrize("variant", CPU_VARIANTS)
+def test_threads_without_torch(cpu_variants, format, variant, tmp_path):
+    """Where there is no OpenMP to lend its own."""
+    x = spread(1 << 19, seed=8)
+    wire = cpu_variants[variant].quantize_pack(x, 1, format)
+    (tmp_path / "x").write_bytes(x.numpy().tobytes())
+    script = WITHOUT_TORCH.replace("UE8M0", str(int(format.scale == "ue8m0")))
+    arguments = (cpu.LIBRARY, f"{variant}_quantize_pack_f32_{format.element}", tmp_path, x.numel(), x.numel() // BLOCK)
+    subprocess.run([sys.executable, "-c", script, *map(str, arguments), str(wire.numel())], check=True)
+    assert (tmp_path / "wire").read_bytes() == wire.numpy().tobytes()
