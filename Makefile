@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-unit test-parallelism test-newest lint types case-study bench venv clean
+.PHONY: demo test test-unit test-parallelism test-newest lint types case-study bench bench-kernels venv clean
 
 demo: $(READY)
 	$(BIN)/monarch-titan demo
@@ -41,6 +41,9 @@ case-study: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench.compare
+
+bench-kernels: $(READY)
+	$(BIN)/python -m tests.bench.kernels
 
 venv: $(READY)
 
