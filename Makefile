@@ -13,7 +13,8 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-unit test-parallelism soak-simulation test-newest lint types case-study bench bench-faults venv clean
+.PHONY: demo test test-unit test-parallelism soak-simulation test-newest lint types case-study bench bench-faults \
+	bench-kernels venv clean
 
 demo: $(READY)
 	$(BIN)/monarch-titan demo
@@ -49,6 +50,9 @@ bench: $(READY)
 
 bench-faults: $(READY)
 	$(BIN)/python -m tests.bench.faults
+
+bench-kernels: $(READY)
+	$(BIN)/python -m tests.bench.kernels
 
 venv: $(READY)
 
