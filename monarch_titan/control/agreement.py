@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from monarch_titan.control.events import ReplicaState
-
 # Outer steps that are compared. A month of them would fill the memory.
 KEPT = 2
 
@@ -24,40 +22,40 @@ class Difference:
 
 
 class Agreement:
-    """Compares hashes of global parameters and outer optimizers, rank by rank, as replicas report them.
+    """Compares what replicas say of their states, rank by rank: their hashes, or by which outer steps they came about.
 
     Two states of one outer step come about when a survivor alone has got the result of a broken all-reduce, when a
     replica was cut off from the lighthouse and trained on, or when hardware computes what is wrong.
     """
 
     def __init__(self) -> None:
-        # (outer step, rank) -> replica -> hashes.
-        self._states: dict[tuple[int, int], dict[int, tuple[str, str]]] = {}
+        # (outer step, rank) -> replica -> what it said.
+        self._said: dict[tuple[int, int], dict[int, str]] = {}
 
     def forget(self, replica: int) -> None:
         """A replica's attempt is over. Its last outer step may have committed nowhere else: peers take that anew."""
-        for states in self._states.values():
-            states.pop(replica, None)
+        for said in self._said.values():
+            said.pop(replica, None)
 
-    def take(self, state: ReplicaState, voters: Collection[int]) -> Difference | None:
+    def take(self, replica: int, rank: int, outer_step: int, state: str, voters: Collection[int]) -> Difference | None:
         """Note a replica's state after an outer step; a difference as soon as it is decided who is wrong.
 
         Args:
             voters: replicas that live and have a state.
         """
-        states = self._states.setdefault((state.outer_step, state.rank), {})
-        states[state.replica] = (state.global_parameters, state.outer_optimizer)
-        self._states = {key: value for key, value in self._states.items() if key[0] > state.outer_step - KEPT}
-        groups: dict[tuple[str, str], list[int]] = {}
-        for replica in sorted(states):
-            groups.setdefault(states[replica], []).append(replica)
+        said = self._said.setdefault((outer_step, rank), {})
+        said[replica] = state
+        self._said = {key: value for key, value in self._said.items() if key[0] > outer_step - KEPT}
+        groups: dict[str, list[int]] = {}
+        for each in sorted(said):
+            groups.setdefault(said[each], []).append(each)
         if len(groups) == 1:
             return None
         most = max(groups.values(), key=len)
         if 2 * len(most) > len(voters):
-            right, wrong = most, [replica for replica in sorted(states) if replica not in most]
-        elif states.keys() >= set(voters):
-            right, wrong = [], sorted(states)
+            right, wrong = most, [each for each in sorted(said) if each not in most]
+        elif said.keys() >= set(voters):
+            right, wrong = [], sorted(said)
         else:
             return None
-        return Difference(outer_step=state.outer_step, rank=state.rank, right=tuple(right), wrong=tuple(wrong))
+        return Difference(outer_step=outer_step, rank=rank, right=tuple(right), wrong=tuple(wrong))

@@ -79,7 +79,7 @@ class Controller:
         self._changes = Changes()
         self._end = Finish(self._members, self._changes)
         self._ledger = DataLedger()
-        self._agreement = Agreement()
+        self._states, self._lineages = Agreement(), Agreement()
         self._lighthouse_attempt = 0
         self._released = False
         self._fatal: str | None = None
@@ -113,9 +113,10 @@ class Controller:
                 # The outer step that follows healing takes no training: whoever fails in every window of its own
                 # would never be given up.
                 self._members[message.replica].failures = 0
-            case ReplicaState():
-                self._compare(message)
         self._log(message)
+        if isinstance(message, ReplicaState):
+            state = f"{message.global_parameters} {message.outer_optimizer}"
+            self._compare(self._states, message.replica, message.rank, message.outer_step, state)
 
     def _receive_report(self, report: Report) -> None:
         member = self._members[report.replica]
@@ -125,6 +126,8 @@ class Controller:
         if report.attempt != member.attempt:
             return
         member.take(report)
+        if isinstance(report, OuterStepCommitted):
+            self._compare(self._lineages, report.replica, report.rank, report.outer_step, report.lineage)
         if isinstance(report, TrainerFinished) and member.held and len(member.outer_steps) == 1:
             self._log(ReplicaFinished(replica=report.replica, step=report.step, outer_step=report.outer_step))
         self._changes.notify()
@@ -198,7 +201,7 @@ class Controller:
         attempt, cause = member.attempt, failure.cause or "its process died"
         member.failures += 1
         member.end_attempt()
-        self._agreement.forget(member.replica_id)
+        self._forget_states(member)
         alone = not self._heals() and not self._restart_alone
         action = Action.GIVE_UP if alone else self._policy.next(member.failures)
         self._log(
@@ -237,12 +240,16 @@ class Controller:
         self._released = True
         await self._end.release()
 
-    def _compare(self, state: ReplicaState) -> None:
+    def _forget_states(self, member: Member) -> None:
+        for agreement in (self._states, self._lineages):
+            agreement.forget(member.replica_id)
+
+    def _compare(self, agreement: Agreement, replica: int, rank: int, outer_step: int, state: str) -> None:
         """Have replicas heal whose state is not that of most others; where there are no most, fail the run."""
         voters = {member.replica_id for member in self._members if member.has_state and member.condemned is None}
-        if state.replica not in voters:
+        if replica not in voters:
             return  # last words of an attempt that is over
-        difference = self._agreement.take(state, voters)
+        difference = agreement.take(replica, rank, outer_step, state, voters)
         if difference is None:
             return
         self._log(
@@ -257,11 +264,11 @@ class Controller:
         if not difference.right:
             first, *_, last = difference.wrong
             self._fail_with(f"replicas {first} and {last} differ {after}, on rank {difference.rank}")
-        for replica in difference.wrong if difference.right else ():
+        for wrong in difference.wrong if difference.right else ():
             others = ", ".join(map(str, difference.right))
             cause = f"its state {after} is not that of the other replicas ({others})"
-            self._members[replica].condemned = Failure(cause=cause, rank=difference.rank)
-            self._agreement.forget(replica)
+            self._members[wrong].condemned = Failure(cause=cause, rank=difference.rank)
+            self._forget_states(self._members[wrong])
         self._changes.notify()
 
     # The lighthouse ------------------------------------------------------------------------------------------------

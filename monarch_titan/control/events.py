@@ -280,6 +280,8 @@ class OuterStepCommitted(Report):
     """Batches of its shard that the rank has drawn, in all of the replica's lives."""
     data: Any
     """``state_dict()`` of the rank's dataloader there."""
+    lineage: str
+    """By which outer steps the state came about: where two differ after one outer step, so do the states."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ shard at exactly that batch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ class SeenBatches:
 
     def __init__(self, replicas: int, replica: int) -> None:
         self.counts = [0] * replicas
+        self.lineage = ""
+        """Tells apart states that came about by different outer steps: who took part in each, and how far they were."""
         self._replica = replica
         self.size = 2 * replicas
         """Float32 elements in a buffer."""
@@ -49,12 +52,13 @@ class SeenBatches:
         found = [a * BASE + b for a, b in zip(high, low, strict=True)]
         # Replicas that were not in the quorum have left zeros.
         self.counts = [max(pair) for pair in zip(self.counts, found, strict=True)]
+        self.lineage = hashlib.sha256(f"{self.lineage} {found}".encode()).hexdigest()[:16]
 
-    def state_dict(self) -> list[int]:
-        return list(self.counts)
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": list(self.counts), "lineage": self.lineage}
 
-    def load_state_dict(self, counts: list[int]) -> None:
-        self.counts = list(counts)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts, self.lineage = list(state["counts"]), state["lineage"]
 
 
 class Batches:

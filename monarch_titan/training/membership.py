@@ -94,7 +94,8 @@ class Membership:
         """Have the controller know where the data stands, for a later life of this replica."""
         data = self.batches.mark()
         ids = self.context.ids()
-        self.context.report(OuterStepCommitted(**ids, outer_step=outer_step, batches=self.batches.drawn, data=data))
+        drawn, lineage = self.batches.drawn, self.seen.lineage
+        self.context.report(OuterStepCommitted(**ids, outer_step=outer_step, batches=drawn, data=data, lineage=lineage))
 
     def state(self) -> ReplicaState:
         """Hashes of what must be equal between replicas, and of what a healed replica must have taken from a peer."""

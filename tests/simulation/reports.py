@@ -60,6 +60,7 @@ class Reports:
         for rank in self._replica.ranks:
             batches = self._replica.batches[rank]
             values = {"outer_step": state.outer_step, "batches": batches.drawn, "data": batches.mark()}
+            values["lineage"] = state.digest
             self._send(OuterStepCommitted(**self._ids, rank=rank, **values))
 
     def commit(self, state: State) -> None:

@@ -119,8 +119,34 @@ def test_counts_survive_a_float32_sum(drawn):
 
 def test_replica_that_is_not_in_the_quorum_keeps_its_count():
     seen = SeenBatches(3, 1)
-    seen.load_state_dict([7, 8, 9])
+    seen.load_state_dict({"counts": [7, 8, 9], "lineage": ""})
     tail = torch.zeros(seen.size)
     seen.write(tail, 10)
     seen.read(tail)
-    assert seen.state_dict() == [7, 10, 9]
+    assert seen.counts == [7, 10, 9]
+
+
+def committed(*outer_steps: dict[int, int]) -> SeenBatches:
+    """What a replica knows after outer steps of members with these counts."""
+    seen = SeenBatches(3, 0)
+    for members in outer_steps:
+        tail = torch.zeros(seen.size)
+        for replica, drawn in members.items():
+            SeenBatches(3, replica).write(tail, drawn)
+        seen.read(tail)
+    return seen
+
+
+def test_lineage_tells_states_apart_that_came_about_differently():
+    first, all_, some = {0: 10, 1: 10, 2: 10}, {0: 20, 1: 20, 2: 20}, {0: 20, 1: 20}
+    assert committed(first, all_).lineage == committed(first, all_).lineage
+    lineages = [committed(*steps).lineage for steps in ([], [first], [first, all_], [first, some], [all_, first])]
+    assert len(set(lineages)) == 5
+    later = {0: 30, 1: 30, 2: 30}
+    assert committed(first, all_, later).lineage != committed(first, some, later).lineage
+
+
+def test_lineage_is_healed_with_the_state():
+    seen = SeenBatches(3, 2)
+    seen.load_state_dict(committed({0: 10, 1: 10}).state_dict())
+    assert seen.lineage == committed({0: 10, 1: 10}).lineage

@@ -96,11 +96,14 @@ class FakeReplica:
         """Come out of a quorum."""
         self.report(QuorumFormed, rank, has_state=has_state)
 
-    def commit(self, outer_step: int, *, contributed: bool = True, ranks: tuple[int, ...] | None = None) -> None:
+    def commit(
+        self, outer_step: int, *, contributed: bool = True, ranks: tuple[int, ...] | None = None, lineage: str = "same"
+    ) -> None:
         """Commit an outer step on these ranks, or on all; a rank's position is told by attempt, outer step and rank."""
         for rank in self._run.all_ranks if ranks is None else ranks:
             position = f"{self.launch.attempt}.{outer_step}.{rank}"
-            self.report(OuterStepCommitted, rank, outer_step=outer_step, batches=20 * outer_step, data=position)
+            where = {"outer_step": outer_step, "batches": 20 * outer_step, "data": position, "lineage": lineage}
+            self.report(OuterStepCommitted, rank, **where)
         self.tell_outer_step(outer_step, committed=True, contributed=contributed)
 
     def tell_outer_step(self, outer_step: int, *, committed: bool, contributed: bool) -> None:
@@ -1069,6 +1072,22 @@ def test_replica_that_differs_from_the_others_after_an_outer_step_heals(what, or
     assert [replica.launch.attempt for replica in run.replicas if replica.launch.replica == 2] == [0, 1]
 
 
+def test_replica_that_alone_took_an_outer_step_heals_without_its_parameters_being_compared():
+    async def scenario(run):
+        run[0].commit(1, lineage="of 0, 1 and 2")
+        for replica in (1, 2):
+            run[replica].commit(1, lineage="of 1 and 2")
+        await settle()
+        for replica in (1, 2):
+            run[replica].commit(2, lineage="of 1 and 2, twice")
+
+    run = train(scenario)
+    assert run.reason is None
+    assert [(event.replica, event.cause) for event in run.events(ReplicaFailed)] == [
+        (0, "its state after outer step 1 is not that of the other replicas (1, 2)")
+    ]
+
+
 def test_replica_that_was_stopped_for_its_state_is_not_compared_until_it_has_healed():
     async def scenario(run):
         await receive(state(0, 1), state(1, 1), state(2, 1, "other"), state(2, 2, "other"), state(0, 2))(run)
@@ -1108,7 +1127,7 @@ def test_replica_one_outer_step_behind_is_still_compared():
 
 def test_memory_of_the_comparison_does_not_grow_with_the_run():
     run = train(receive(*(state(replica, outer_step) for outer_step in range(100) for replica in range(3))))
-    assert len(run.controller._agreement._states) == 2
+    assert len(run.controller._states._said) == 2
 
 
 def test_replica_that_repeats_outer_steps_is_not_compared_with_itself():

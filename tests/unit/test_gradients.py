@@ -163,7 +163,7 @@ def test_one_whose_peers_have_committed_without_it_trains_their_next_step_in_the
     sync.begin_step()
     set_gradients(model, 1.0)
     assert next(sync.batches) == 0
-    sync.seen.load_state_dict([int(counted), 1])  # as healing does
+    sync.seen.load_state_dict({"counts": [int(counted), 1], "lineage": "the peers"})  # as healing does
     with pytest.raises(Overtaken):
         sync.average()
     sync.begin_step()
@@ -178,7 +178,7 @@ def test_one_that_heals_before_a_step_goes_on_in_its_data_where_the_peers_have_s
     manager = Manager()
     manager.heals = [True]
     sync = sync_of(manager, [two_layers()])
-    sync.seen.load_state_dict([5, 5])
+    sync.seen.load_state_dict({"counts": [5, 5], "lineage": "the peers"})
     sync.begin_step()
     assert next(sync.batches) == 5
 
