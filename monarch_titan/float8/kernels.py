@@ -111,9 +111,16 @@ class Kernels(ABC):
         self.run(QuantizePack(x.data_ptr(), wire.data_ptr(), *where), DTYPES[x.dtype], format.element)
         return wire
 
-    def quantize_pack_ef(self, x: torch.Tensor, residual: torch.Tensor, segments: int, format: Format) -> torch.Tensor:
+    def quantize_pack_ef(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        segments: int,
+        format: Format,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         layout = Layout(format=format, numel=x.numel(), segments=segments)
-        wire = x.new_empty(layout.shape, dtype=torch.uint8)
+        wire = x.new_empty(layout.shape, dtype=torch.uint8) if out is None else out
         where = (layout.numel, layout.segment, segment(layout.blocks, format), segments * layout.blocks)
         self.run(
             QuantizePackEf(x.data_ptr(), residual.data_ptr(), wire.data_ptr(), *where), DTYPES[x.dtype], format.element
@@ -127,11 +134,12 @@ class Kernels(ABC):
         residual: torch.Tensor | None,
         segments: int,
         format: Format,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         numels = [tensor.numel() for tensor in global_params]
         layout = Layout(format=format, numel=flat_numel(numels, segments), segments=segments)
         device = global_params[0].device if global_params else None
-        wire = torch.empty(layout.shape, dtype=torch.uint8, device=device)
+        wire = torch.empty(layout.shape, dtype=torch.uint8, device=device) if out is None else out
         spans = (Span * len(numels))(
             *(
                 Span(
@@ -156,8 +164,8 @@ class Kernels(ABC):
         self.run(ReduceSegments(wire.data_ptr(), out.data_ptr(), *where), format.element)
         return out
 
-    def reduce_requant(self, wire: torch.Tensor, format: Format) -> torch.Tensor:
-        out = wire.new_empty(wire.shape[1])
+    def reduce_requant(self, wire: torch.Tensor, format: Format, out: torch.Tensor | None = None) -> torch.Tensor:
+        out = wire.new_empty(wire.shape[1]) if out is None else out
         blocks = wire.shape[1] // format.block_bytes
         where = (segment(blocks, format), len(wire), blocks)
         self.run(ReduceRequant(wire.data_ptr(), out.data_ptr(), *where), format.element)
@@ -172,9 +180,9 @@ class Kernels(ABC):
         self.run(Unpack(wire.data_ptr(), out.data_ptr(), *where), DTYPES[dtype], format.element)
         return out
 
-    def quantize_rows(self, x: torch.Tensor, format: Format) -> torch.Tensor:
+    def quantize_rows(self, x: torch.Tensor, format: Format, out: torch.Tensor | None = None) -> torch.Tensor:
         rows, columns = x.shape
-        out = x.new_empty(rows, columns + columns // 32, dtype=torch.uint8)
+        out = x.new_empty(rows, columns + columns // 32, dtype=torch.uint8) if out is None else out
         self.run(
             QuantizeRows(x.data_ptr(), out.data_ptr(), columns // BLOCK, rows * columns // BLOCK),
             DTYPES[x.dtype],
@@ -182,9 +190,11 @@ class Kernels(ABC):
         )
         return out
 
-    def dequantize_rows(self, raw: torch.Tensor, dtype: torch.dtype, format: Format) -> torch.Tensor:
+    def dequantize_rows(
+        self, raw: torch.Tensor, dtype: torch.dtype, format: Format, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows, columns = raw.shape[0], raw.shape[1] // 33 * 32
-        out = raw.new_empty(rows, columns, dtype=dtype)
+        out = raw.new_empty(rows, columns, dtype=dtype) if out is None else out
         self.run(
             DequantizeRows(raw.data_ptr(), out.data_ptr(), columns // BLOCK, rows * columns // BLOCK),
             DTYPES[dtype],

@@ -75,7 +75,8 @@ def quantize_pack_ef(
     format = checks.quantize_pack_ef(x, residual, segments, element, scale)
     kept = residual.contiguous()
     wire = kernels(x=x, residual=residual).quantize_pack_ef(x.contiguous(), kept, segments, format)
-    return written_back(residual, kept, wire)
+    write_back(residual, kept)
+    return wire
 
 
 @quantize_pack_ef.register_fake
@@ -105,14 +106,11 @@ def pseudograd_pack(
     ``format.flat_numel`` elements.
     """
     layout = checks.pseudograd_pack(global_params, local_params, residual, segments, element, scale)
-    tensors = {f"global_params[{index}]": tensor for index, tensor in enumerate(global_params)}
-    tensors |= {f"local_params[{index}]": tensor for index, tensor in enumerate(local_params)}
-    pairs = [tensor.contiguous() for tensor in global_params], [tensor.contiguous() for tensor in local_params]
-    if residual is None:
-        return kernels(**tensors).pseudograd_pack(*pairs, None, segments, layout.format)
-    kept = residual.contiguous()
-    wire = kernels(**tensors, residual=residual).pseudograd_pack(*pairs, kept, segments, layout.format)
-    return written_back(residual, kept, wire)
+    kept = None if residual is None else residual.contiguous()
+    operation = kernels(**named(global_params, local_params, residual)).pseudograd_pack
+    wire = operation(contiguous(global_params), contiguous(local_params), kept, segments, layout.format)
+    write_back(residual, kept)
+    return wire
 
 
 @pseudograd_pack.register_fake
@@ -172,51 +170,6 @@ def _(
     return wire.new_empty(numel, dtype=dtype)
 
 
-# Fresh memory costs a large tensor more than the kernels do: on a CPU the system clears every page of it first. These
-# write into what the caller keeps.
-
-
-@torch.library.custom_op("monarch_titan::quantize_pack_out", mutates_args=("out",))
-def quantize_pack_out(
-    x: torch.Tensor, out: torch.Tensor, segments: int = 1, element: str = "e4m3", scale: str = "fp32"
-) -> None:
-    """:func:`quantize_pack` into a wire buffer, uint8 (segments, stride)."""
-    format = checks.quantize_pack(x, segments, element, scale)
-    checks.check_out(out, Layout(format=format, numel=x.numel(), segments=segments).shape, (torch.uint8,))
-    write(out, kernels(x=x, out=out).quantize_pack, x.contiguous(), segments, format)
-
-
-@torch.library.custom_op("monarch_titan::reduce_segments_out", mutates_args=("out",))
-def reduce_segments_out(wire: torch.Tensor, out: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> None:
-    """:func:`reduce_segments` into a tensor of any shape, float32."""
-    checks.check_out(out, out.shape, checks.FLOATS[:1])
-    format = checks.reduce_segments(wire, out.numel(), element, scale).format
-    write(out, kernels(wire=wire, out=out).reduce_segments, aligned(wire), out.numel(), format)
-
-
-@torch.library.custom_op("monarch_titan::unpack_out", mutates_args=("out",))
-def unpack_out(wire: torch.Tensor, out: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> None:
-    """:func:`unpack` into a tensor of any shape, float32 or bfloat16."""
-    checks.check_out(out, out.shape, checks.FLOATS)
-    format = checks.unpack(wire, out.numel(), out.dtype, element, scale).format
-    write(out, kernels(wire=wire, out=out).unpack, aligned(wire), out.numel(), out.dtype, format)
-
-
-@quantize_pack_out.register_fake
-@reduce_segments_out.register_fake
-@unpack_out.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    """Nothing is returned."""
-
-
-def write(out: torch.Tensor, operation: Callable[..., torch.Tensor], *args: object) -> None:
-    """What an operation returns, into ``out``: without a copy where the operation can write there itself."""
-    if operation.__module__ == reference.__name__ or aligned(out) is not out:
-        out.copy_(operation(*args).view(out.shape))
-    else:
-        operation(*args, out=out)
-
-
 @torch.library.custom_op("monarch_titan::quantize_rows", mutates_args=())
 def quantize_rows(x: torch.Tensor, element: str = "e4m3") -> torch.Tensor:
     """Rows, uint8 (rows, columns + columns / 32), of a matrix whose columns divide by 128: codes, then fp32 scales."""
@@ -243,6 +196,118 @@ def _(rows: torch.Tensor, dtype: torch.dtype = torch.bfloat16, element: str = "e
     return rows.new_empty(rows.shape[0], rows.shape[1] // 33 * 32, dtype=dtype)
 
 
+# Fresh memory costs a large tensor more than the kernels do: on a CPU the system clears every page of it first. These
+# write into what the caller keeps.
+
+
+@torch.library.custom_op("monarch_titan::quantize_pack_out", mutates_args=("out",))
+def quantize_pack_out(
+    x: torch.Tensor, out: torch.Tensor, segments: int = 1, element: str = "e4m3", scale: str = "fp32"
+) -> None:
+    """:func:`quantize_pack` into a wire buffer, uint8 (segments, stride)."""
+    format = checks.quantize_pack(x, segments, element, scale)
+    checks.check_out(out, Layout(format=format, numel=x.numel(), segments=segments).shape, (torch.uint8,))
+    write(out, kernels(x=x, out=out).quantize_pack, x.contiguous(), segments, format)
+
+
+@torch.library.custom_op("monarch_titan::quantize_pack_ef_out", mutates_args=("residual", "out"))
+def quantize_pack_ef_out(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    out: torch.Tensor,
+    segments: int = 1,
+    element: str = "e4m3",
+    scale: str = "fp32",
+) -> None:
+    """:func:`quantize_pack_ef` into a wire buffer, uint8 (segments, stride)."""
+    format = checks.quantize_pack_ef(x, residual, segments, element, scale)
+    checks.check_out(out, Layout(format=format, numel=x.numel(), segments=segments).shape, (torch.uint8,))
+    kept = residual.contiguous()
+    operation = kernels(x=x, residual=residual, out=out).quantize_pack_ef
+    write(out, operation, x.contiguous(), kept, segments, format)
+    write_back(residual, kept)
+
+
+@torch.library.custom_op("monarch_titan::pseudograd_pack_out", mutates_args=("residual", "out"))
+def pseudograd_pack_out(
+    global_params: Sequence[torch.Tensor],
+    local_params: Sequence[torch.Tensor],
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    segments: int = 1,
+    element: str = "e4m3",
+    scale: str = "fp32",
+) -> None:
+    """:func:`pseudograd_pack` into a wire buffer, uint8 (segments, stride)."""
+    layout = checks.pseudograd_pack(global_params, local_params, residual, segments, element, scale)
+    checks.check_out(out, layout.shape, (torch.uint8,))
+    kept = None if residual is None else residual.contiguous()
+    operation = kernels(**named(global_params, local_params, residual), out=out).pseudograd_pack
+    write(out, operation, contiguous(global_params), contiguous(local_params), kept, segments, layout.format)
+    write_back(residual, kept)
+
+
+@torch.library.custom_op("monarch_titan::reduce_segments_out", mutates_args=("out",))
+def reduce_segments_out(wire: torch.Tensor, out: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> None:
+    """:func:`reduce_segments` into a tensor of any shape, float32."""
+    checks.check_out(out, out.shape, checks.FLOATS[:1])
+    format = checks.reduce_segments(wire, out.numel(), element, scale).format
+    write(out, kernels(wire=wire, out=out).reduce_segments, aligned(wire), out.numel(), format)
+
+
+@torch.library.custom_op("monarch_titan::reduce_requant_out", mutates_args=("out",))
+def reduce_requant_out(wire: torch.Tensor, out: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> None:
+    """:func:`reduce_requant` into a segment, uint8 (stride,)."""
+    format = checks.reduce_requant(wire, element, scale)
+    checks.check_out(out, wire.shape[1:], (torch.uint8,))
+    write(out, kernels(wire=wire, out=out).reduce_requant, aligned(wire), format)
+
+
+@torch.library.custom_op("monarch_titan::unpack_out", mutates_args=("out",))
+def unpack_out(wire: torch.Tensor, out: torch.Tensor, element: str = "e4m3", scale: str = "fp32") -> None:
+    """:func:`unpack` into a tensor of any shape, float32 or bfloat16."""
+    checks.check_out(out, out.shape, checks.FLOATS)
+    format = checks.unpack(wire, out.numel(), out.dtype, element, scale).format
+    write(out, kernels(wire=wire, out=out).unpack, aligned(wire), out.numel(), out.dtype, format)
+
+
+@torch.library.custom_op("monarch_titan::quantize_rows_out", mutates_args=("out",))
+def quantize_rows_out(x: torch.Tensor, out: torch.Tensor, element: str = "e4m3") -> None:
+    """:func:`quantize_rows` into rows, uint8 (rows, columns + columns / 32)."""
+    format = checks.quantize_rows(x, element)
+    checks.check_out(out, (x.shape[0], x.shape[1] // 32 * 33), (torch.uint8,))
+    write(out, kernels(x=x, out=out).quantize_rows, x.contiguous(), format)
+
+
+@torch.library.custom_op("monarch_titan::dequantize_rows_out", mutates_args=("out",))
+def dequantize_rows_out(rows: torch.Tensor, out: torch.Tensor, element: str = "e4m3") -> None:
+    """:func:`dequantize_rows` into a matrix, float32 or bfloat16 (rows, columns)."""
+    checks.check_dtype("out", out, checks.FLOATS)
+    format = checks.dequantize_rows(rows, out.dtype, element)
+    checks.check_out(out, (rows.shape[0], rows.shape[1] // 33 * 32), checks.FLOATS)
+    write(out, kernels(rows=rows, out=out).dequantize_rows, aligned(rows), out.dtype, format)
+
+
+@quantize_pack_out.register_fake
+@quantize_pack_ef_out.register_fake
+@pseudograd_pack_out.register_fake
+@reduce_segments_out.register_fake
+@reduce_requant_out.register_fake
+@unpack_out.register_fake
+@quantize_rows_out.register_fake
+@dequantize_rows_out.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    """Nothing is returned."""
+
+
+def write(out: torch.Tensor, operation: Callable[..., torch.Tensor], *args: object) -> None:
+    """What an operation returns, into ``out``: without a copy where the operation can write there itself."""
+    if operation.__module__ == reference.__name__ or aligned(out) is not out:
+        out.copy_(operation(*args).view(out.shape))
+    else:
+        operation(*args, out=out)
+
+
 def empty_wire(like: torch.Tensor, layout: Layout) -> torch.Tensor:
     return like.new_empty(layout.shape, dtype=torch.uint8)
 
@@ -254,8 +319,22 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def written_back(residual: torch.Tensor, kept: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
-    """The wire, once a residual that had to be copied to be contiguous has what was written to its copy."""
+def contiguous(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.contiguous() for tensor in tensors]
+
+
+def named(
+    global_params: Sequence[torch.Tensor], local_params: Sequence[torch.Tensor], residual: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a pseudo-gradient by the names that errors call them."""
+    tensors = {f"global_params[{index}]": tensor for index, tensor in enumerate(global_params)}
+    tensors |= {f"local_params[{index}]": tensor for index, tensor in enumerate(local_params)}
+    return tensors if residual is None else {**tensors, "residual": residual}
+
+
+def write_back(residual: torch.Tensor | None, kept: torch.Tensor | None) -> None:
+    """A residual that had to be copied to be contiguous gets what was written to its copy."""
+    if residual is None or kept is None:
+        return
     if kept.data_ptr() != residual.data_ptr() or not residual.is_contiguous():
         residual.copy_(kept)
-    return wire

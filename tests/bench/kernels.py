@@ -4,7 +4,7 @@ Each operation is timed in turns with three others, so that what disturbs the ma
 are taken within a turn: the same in eager torch, as short as one would write it; a bare cast between the dtypes,
 without scales; and a copy of an fp32 tensor. The copy's rate, bytes read and written in a second, is what memory gives;
 an operation's is that of the bytes that it must read and write (the heads in ``kernels`` say how many). Results are
-written into memory that is there already, but for those of eager torch and of operations that have no such form.
+written into memory that is there already, but for those of eager torch.
 
 On a GPU, events on the stream take the place of a clock. It has not been run on one.
 """
@@ -61,7 +61,7 @@ def one_tensor(x: torch.Tensor, name: str) -> list[Case]:
     moved = x.nbytes + wire.nbytes
     residual, start = torch.zeros_like(x, dtype=torch.float32), x.clone()
     matrix = x.view(-1, 4096)
-    rows = ops.quantize_rows(matrix)
+    rows, matrix_again = ops.quantize_rows(matrix), torch.empty_like(matrix)
 
     def quantize_with_feedback() -> object:
         wanted = x.view(-1, BLOCK).float() + residual.view(-1, BLOCK)
@@ -88,28 +88,28 @@ def one_tensor(x: torch.Tensor, name: str) -> list[Case]:
         ),
         Case(
             name=f"quantize_pack_ef, {name}",
-            ours=lambda: ops.quantize_pack_ef(x, residual),
+            ours=lambda: ops.quantize_pack_ef_out(x, residual, wire),
             eager=quantize_with_feedback,
             cast=to_fp8,
             moved=moved + 2 * residual.nbytes,
         ),
         Case(
             name=f"pseudograd_pack, {name}",
-            ours=lambda: ops.pseudograd_pack([start], [x]),
+            ours=lambda: ops.pseudograd_pack_out([start], [x], None, wire),
             eager=lambda: quantize(start.float() - x.float()),
             cast=to_fp8,
             moved=moved + x.nbytes,
         ),
         Case(
             name=f"quantize_rows, {name}",
-            ours=lambda: ops.quantize_rows(matrix),
+            ours=lambda: ops.quantize_rows_out(matrix, rows),
             eager=lambda: quantize(x),
             cast=to_fp8,
             moved=moved,
         ),
         Case(
             name=f"dequantize_rows, {name}",
-            ours=lambda: ops.dequantize_rows(rows, x.dtype),
+            ours=lambda: ops.dequantize_rows_out(rows, matrix_again),
             eager=lambda: dequantize(codes, scales, x.dtype),
             cast=lambda: wide.copy_(codes),
             moved=moved,
@@ -122,6 +122,7 @@ def all_ranks(x: torch.Tensor) -> list[Case]:
     wire = ops.quantize_pack(x).repeat(RANKS, 1)
     codes, scales = (part.expand(RANKS, *part.shape).contiguous() for part in quantize(x))
     total, wide = torch.empty_like(x), torch.empty(codes.shape, device=x.device)
+    segment = torch.empty_like(wire[0])
     return [
         Case(
             name=f"reduce_segments, {RANKS} ranks",
@@ -132,7 +133,7 @@ def all_ranks(x: torch.Tensor) -> list[Case]:
         ),
         Case(
             name=f"reduce_requant, {RANKS} ranks",
-            ours=lambda: ops.reduce_requant(wire),
+            ours=lambda: ops.reduce_requant_out(wire, segment),
             eager=lambda: quantize(dequantize(codes, scales).sum(dim=0)),
             cast=lambda: wide.copy_(codes),
             moved=wire.nbytes + wire.nbytes // RANKS,

@@ -71,6 +71,27 @@ def test_results_may_be_written_into_what_the_caller_has(strided):
     wire = room(tuple(WIRE.shape), torch.uint8)
     ops.quantize_pack_out(X, wire, 2)
     same(wire.contiguous(), WIRE)
+    ours, theirs = torch.ones(300), torch.ones(300)
+    ops.quantize_pack_ef_out(X, ours, wire, 2)
+    same(wire.contiguous(), reference.quantize_pack_ef(X, theirs, 2, E4M3))
+    same(ours, theirs)
+    params = ([X, X[:5]], [X * 2, X[:5]])
+    moved = room(tuple(WIRE.shape), torch.uint8)
+    ours, theirs = torch.ones(512), torch.ones(512)
+    ops.pseudograd_pack_out(*params, ours, moved, 2)
+    same(moved.contiguous(), reference.pseudograd_pack(*params, theirs, 2, E4M3))
+    same(ours, theirs)
+    ops.pseudograd_pack_out(*params, None, moved, 2)
+    same(moved.contiguous(), reference.pseudograd_pack(*params, None, 2, E4M3))
+    segment = room(tuple(WIRE.shape[1:]), torch.uint8)
+    ops.reduce_requant_out(WIRE, segment)
+    same(segment.contiguous(), reference.reduce_requant(WIRE, E4M3))
+    rows = room(tuple(ROWS.shape), torch.uint8)
+    ops.quantize_rows_out(spread(512, seed=2).view(2, 256), rows)
+    same(rows.contiguous(), ROWS)
+    matrix = room((2, 256), torch.bfloat16)
+    ops.dequantize_rows_out(ROWS, matrix)
+    same(matrix.contiguous(), reference.dequantize_rows(ROWS, torch.bfloat16, E4M3))
     total = room((10, 15), torch.float32)
     ops.reduce_segments_out(WIRE, total)
     same(total.flatten(), reference.reduce_segments(WIRE, 150, E4M3))
@@ -99,6 +120,11 @@ CALLS = {
     "quantize_pack_out": (X, torch.empty_like(WIRE), 2),
     "reduce_segments_out": (WIRE, torch.empty(10, 15)),
     "unpack_out": (WIRE, torch.empty(30, 10, dtype=torch.bfloat16)),
+    "quantize_pack_ef_out": (X, torch.zeros(300), torch.empty_like(WIRE), 2),
+    "pseudograd_pack_out": ([X], [X * 2], torch.zeros(512), torch.empty_like(WIRE), 2),
+    "reduce_requant_out": (WIRE, torch.empty_like(WIRE[0])),
+    "quantize_rows_out": (X[:256].view(2, 128), torch.empty(2, 132, dtype=torch.uint8), "e5m2"),
+    "dequantize_rows_out": (ROWS, torch.empty(2, 256)),
     "quantize_rows": (X[:256].view(2, 128), "e5m2"),
     "dequantize_rows": (ROWS, torch.float32),
 }
@@ -155,6 +181,11 @@ def test_compiles():
         (lambda: ops.quantize_pack_out(X, WIRE), "out must have the shape (1, 400), got (2, 272)."),
         (lambda: ops.unpack_out(WIRE, X.half()), "out must be float32 or bfloat16, got float16."),
         (lambda: ops.reduce_segments_out(WIRE, X.bfloat16()), "out must be float32, got bfloat16."),
+        (lambda: ops.quantize_pack_ef_out(X, X.clone(), WIRE), "out must have the shape (1, 400), got (2, 272)."),
+        (lambda: ops.pseudograd_pack_out([X], [X], None, WIRE), "out must have the shape (1, 400), got (2, 272)."),
+        (lambda: ops.reduce_requant_out(WIRE, WIRE), "out must have the shape (272,), got (2, 272)."),
+        (lambda: ops.quantize_rows_out(X[:256].view(2, 128), WIRE), "out must have the shape (2, 132), got (2, 272)."),
+        (lambda: ops.dequantize_rows_out(ROWS, X), "out must have the shape (2, 256), got (300,)."),
         (lambda: ops.quantize_rows(X.view(3, 100)), "x must have the shape (rows, a multiple of 128), got (3, 100)."),
         (lambda: ops.dequantize_rows(ROWS[:, 1:]), "rows must have the shape (rows, a multiple of 132), got (2, 263)."),
     ],
