@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from monarch_titan.config_registry import llama3_debug_diloco
 from monarch_titan.training.data import LocalTextDataLoader
 from monarch_titan.training.groups import LosableGloo
+from monarch_titan.training.outer import Fragment
 from monarch_titan.training.trainer import MonarchTrainer
 
 
@@ -28,7 +31,8 @@ class FaultyDataLoader(LocalTextDataLoader):
         fail_batch: int = 0
         """Batches before it raises."""
         how: str = "raise"
-        """What happens there: ``raise``, ``exit``, ``hang`` (with the interpreter's lock held) or a signal's name."""
+        """What happens there: ``raise``, ``exit``, ``hang`` (with the interpreter's lock held), ``corrupt`` (the next
+        outer step's result is wrong) or a signal's name."""
         in_allreduce: bool = False
         """Fail at the beginning of the outer all-reduce of this number, not of the batch."""
         always: bool = False
@@ -65,6 +69,9 @@ class FaultyDataLoader(LocalTextDataLoader):
             os._exit(0)
         if how == "hang":
             ctypes.PyDLL(None).sleep(1000)
+        if how == "corrupt":
+            _corrupt_next_outer_step()
+            return
         os.kill(os.getpid(), signal.Signals[how])
 
     def __iter__(self) -> Iterator[Any]:
@@ -75,6 +82,18 @@ class FaultyDataLoader(LocalTextDataLoader):
             with record.open("a") as file:
                 print("".join(f"{token:03x}" for token in sample[1].flatten().tolist()), file=file)
             yield sample
+
+
+def _corrupt_next_outer_step() -> None:
+    """Flip what a broken memory may flip: one value of the global parameters."""
+    step = Fragment.step
+
+    def step_wrongly(self: Fragment, buffer: torch.Tensor) -> None:
+        Fragment.step = step  # type: ignore[method-assign]
+        step(self, buffer)
+        self.globals[0].view(-1)[0] += 1.0
+
+    Fragment.step = step_wrongly  # type: ignore[method-assign]
 
 
 def llama3_faulty() -> MonarchTrainer.Config:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch_titan.control.events import OuterStep, ReplicaFailed
+from monarch_titan.control.events import OuterStep, ReplicaFailed, ReplicasDiffer, ReplicaState
 from tests.integration.harness import TrainingRun
 
 pytestmark = pytest.mark.integration
@@ -50,6 +50,21 @@ def test_peer_lost_in_the_outer_allreduce_costs_nobody_a_window(tmp_path: Path, 
         assert again.time - failed.time < 10, "the next quorum does not wait for the dead one either"
         assert run.committed()[replica] == [1, 2, 3]
     assert _read_once(tmp_path, run)
+
+
+def test_replica_that_computes_something_else_heals_from_the_others(tmp_path: Path) -> None:
+    wrong = ("dataloader.fail_shard=3", "dataloader.fail_batch=15", "dataloader.how=corrupt")
+    with TrainingRun(tmp_path, *wrong, "training.steps=40", config=FAULTY) as run:
+        differ = run.wait_for(ReplicasDiffer, timeout=200)
+        assert (differ.outer_step, differ.rank, differ.right, differ.wrong) == (2, 1, [0, 2], [VICTIM])
+        failed = run.wait_for(ReplicaFailed)
+        assert (failed.replica, failed.rank) == (VICTIM, 1)
+        assert failed.cause == "its state after outer step 2 is not that of the other replicas (0, 2)"
+        assert run.finish() == 0, run.terminal()
+        assert run.left_over() == []
+    last = [state for state in run.events(ReplicaState) if (state.outer_step, state.rank) == (4, 1)]
+    assert {state.replica for state in last} == {0, 1, 2}
+    assert len({(state.global_parameters, state.outer_optimizer) for state in last}) == 1
 
 
 def _read_once(folder: Path, run: TrainingRun) -> bool:
