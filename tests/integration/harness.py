@@ -77,7 +77,7 @@ class TrainingRun:
         lines = path.read_text().splitlines() if path.exists() else []
         return [event for event in map(from_json, lines) if isinstance(event, kind)]
 
-    def wait_for(self, kind: type[E], when: Callable[[E], bool] = lambda _: True, timeout: float = 90) -> E:
+    def wait_for(self, kind: type[E], when: Callable[[E], bool] = lambda _: True, timeout: float = 180) -> E:
         """The first event of a kind that fulfils a condition, as soon as it has happened."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -93,7 +93,7 @@ class TrainingRun:
         """A replica's report of this step, or of a later one."""
         return self.wait_for(Step, lambda event: event.replica == replica and event.step >= step)
 
-    def finish(self, timeout: float = 120) -> int:
+    def finish(self, timeout: float = 300) -> int:
         """The exit code."""
         try:
             return self.process.wait(timeout)

@@ -27,7 +27,7 @@ HANG_SECONDS = 5
 def test_peer_lost_in_the_outer_allreduce_costs_nobody_a_window(tmp_path: Path, how: str, cause: str) -> None:
     options = (*IN_ALLREDUCE, f"dataloader.how={how}", TIMEOUT, f"monarch.recovery.hang_seconds={HANG_SECONDS}")
     with TrainingRun(tmp_path, *options, config=FAULTY) as run:
-        failed = run.wait_for(ReplicaFailed, timeout=200)
+        failed = run.wait_for(ReplicaFailed)
         assert (failed.replica, failed.rank) == (VICTIM, 1)
         found = re.fullmatch(cause, failed.cause)
         assert found
@@ -55,7 +55,7 @@ def test_peer_lost_in_the_outer_allreduce_costs_nobody_a_window(tmp_path: Path, 
 def test_replica_that_computes_something_else_heals_from_the_others(tmp_path: Path) -> None:
     wrong = ("dataloader.fail_shard=3", "dataloader.fail_batch=15", "dataloader.how=corrupt")
     with TrainingRun(tmp_path, *wrong, "training.steps=40", config=FAULTY) as run:
-        differ = run.wait_for(ReplicasDiffer, timeout=200)
+        differ = run.wait_for(ReplicasDiffer)
         assert (differ.outer_step, differ.rank, differ.right, differ.wrong) == (2, 1, [0, 2], [VICTIM])
         failed = run.wait_for(ReplicaFailed)
         assert (failed.replica, failed.rank) == (VICTIM, 1)
