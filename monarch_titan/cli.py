@@ -7,13 +7,14 @@ ended it (130 for Ctrl-C).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,7 +22,11 @@ from monarch_titan.config.errors import ConfigError
 from monarch_titan.control.controller import RunFailed
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from monarch_titan.control.events import Event
     from monarch_titan.training.trainer import MonarchTrainer
+    from monarch_titan.view.summary import RunSummary
 
 PROGRAM = "monarch-titan"
 CONFIG = "a TOML file, such as configs/local.toml, or the name of a recipe"
@@ -64,18 +69,8 @@ def run_and_report(config: MonarchTrainer.Config) -> int:
 
 def train(options: argparse.Namespace) -> int:
     """Train what a TOML file or a recipe describes."""
-    from monarch_titan.config.loader import find, load_given
-    from monarch_titan.config.rows import ASKS_NOTHING, located
-
-    given = find(options.config, options.overrides)
-    loaded = load_given(given)
-    for row in loaded.rows:
-        if row.status == "not applied" and row.reason != ASKS_NOTHING:
-            print(f"{PROGRAM}: {row.where}: {row.old} is not applied: {row.reason}", file=sys.stderr)
-    for note in loaded.notes:
-        print(f"{PROGRAM}: {note}", file=sys.stderr)
-    with located(loaded.rows, given.source):
-        return _run_and_report(loaded.config)
+    with _described(options) as config:
+        return _run_and_report(config)
 
 
 def validate(options: argparse.Namespace) -> int:
@@ -140,18 +135,9 @@ def demo(options: argparse.Namespace) -> int:
 
 def chaos(options: argparse.Namespace) -> int:
     """Train with failures at random for some minutes, and judge what became of the training."""
-    from rich.console import Console
-
-    from monarch_titan import run
-    from monarch_titan.config.loader import load
-    from monarch_titan.control.events import Event, Step
-    from monarch_titan.view.terminal import TerminalView
+    from monarch_titan.control.events import Step
     from monarch_titan.view.verdict import Soak, print_verdict
 
-    config = load(options.config, *options.overrides)
-    config.training.steps = CHAOS_STEPS
-    config.monarch.check_replicas = "outer_step"
-    config.monarch.faults.mtbf_seconds = options.mtbf
     soak, over = Soak(), threading.Event()
 
     def end() -> None:
@@ -161,22 +147,21 @@ def chaos(options: argparse.Namespace) -> int:
     timer = threading.Timer(60 * options.minutes, end)
 
     def watch(event: Event) -> None:
+        soak(event)
         if isinstance(event, Step) and timer.ident is None:
             timer.start()
 
-    with open(os.dup(1), "w") as terminal:
-        console = Console(file=terminal)
-        view = TerminalView(console)
+    with _described(options) as config:
+        config.training.steps = CHAOS_STEPS
+        config.monarch.check_replicas = "outer_step"
+        config.monarch.faults.mtbf_seconds = options.mtbf
         try:
-            with view:
-                run.train(config, observers=[view, soak, watch])
+            _run_in_view(config, lambda console, _: print_verdict(console, soak.verdict()), watch)
         except KeyboardInterrupt:
             if not over.is_set():
                 raise
         finally:
             timer.cancel()
-            if view.summary.started is not None:
-                print_verdict(console, soak.verdict())
     return 0 if soak.verdict().sound else 1
 
 
@@ -221,11 +206,39 @@ def _write(path: Path | None, text: str) -> None:
         raise ConfigError(f"{path} must be a new file that can be written: {error.strerror}.") from error
 
 
+@contextlib.contextmanager
+def _described(options: argparse.Namespace) -> Generator[MonarchTrainer.Config]:
+    """The configuration of a file or a recipe. It says what is not applied, and where in it a later mistake is."""
+    from monarch_titan.config.loader import find, load_given
+    from monarch_titan.config.rows import ASKS_NOTHING, located
+
+    given = find(options.config, options.overrides)
+    loaded = load_given(given)
+    for row in loaded.rows:
+        if row.status == "not applied" and row.reason != ASKS_NOTHING:
+            print(f"{PROGRAM}: {row.where}: {row.old} is not applied: {row.reason}", file=sys.stderr)
+    for note in loaded.notes:
+        print(f"{PROGRAM}: {note}", file=sys.stderr)
+    with located(loaded.rows, given.source):
+        yield loaded.config
+
+
 def _run_and_report(config: MonarchTrainer.Config) -> int:
+    from monarch_titan.view.report import print_report
+
+    _run_in_view(config, lambda console, summary: print_report(console, summary, config.dump_folder))
+    return 0
+
+
+def _run_in_view(
+    config: MonarchTrainer.Config,
+    print_end: Callable[[Console, RunSummary], None],
+    *observers: Callable[[Event], None],
+) -> None:
+    """Train with a view on the terminal; once that has begun, ``print_end`` follows however it ends."""
     from rich.console import Console
 
     from monarch_titan import run
-    from monarch_titan.view.report import print_report
     from monarch_titan.view.terminal import TerminalView
 
     # The run sends this process's own output to a file; the view keeps a way to the terminal.
@@ -234,11 +247,10 @@ def _run_and_report(config: MonarchTrainer.Config) -> int:
         view = TerminalView(console)
         try:
             with view:
-                run.train(config, observers=[view])
+                run.train(config, observers=[view, *observers])
         finally:
             if view.summary.started is not None:
-                print_report(console, view.summary, config.dump_folder)
-    return 0
+                print_end(console, view.summary)
 
 
 def _guarded(function: Callable[[Any], int], argument: Any) -> int:

@@ -37,7 +37,7 @@ class FloatBuffers:
 
     def read(self, part: torch.Tensor, weight: torch.Tensor) -> None:
         """Take the mean out of the sum over replicas of their parts; those who did not contribute have left zeros."""
-        if weight.item() == 0:
+        if not self._buffers or weight.item() == 0:
             return
         for view, buffer in self._views(part):
             buffer.copy_(view / weight)

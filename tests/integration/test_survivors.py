@@ -49,7 +49,7 @@ def test_peer_lost_in_the_outer_allreduce_costs_nobody_a_window(tmp_path: Path, 
         assert again.participants >= 2, "the victim may be back in time"
         assert again.time - failed.time < 10, "the next quorum does not wait for the dead one either"
         assert run.committed()[replica] == [1, 2, 3]
-    assert _read_once(tmp_path, run)
+    assert _read_once(tmp_path)
 
 
 def test_replica_that_computes_something_else_heals_from_the_others(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_replica_that_computes_something_else_heals_from_the_others(tmp_path: Pa
     assert len({(state.global_parameters, state.outer_optimizer) for state in last}) == 1
 
 
-def _read_once(folder: Path, run: TrainingRun) -> bool:
+def _read_once(folder: Path) -> bool:
     """Whether the victim's second life began with the first batch that no committed outer step had seen."""
     read = (folder / f"shard_{2 * VICTIM}").read_text().split()
     # Its first life drew two windows of 10 and only the first of them is in the global parameters.
